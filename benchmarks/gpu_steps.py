@@ -96,7 +96,7 @@ def memory() -> tuple[str, bool, dict]:
         print_line(str(error))
         return "a comparison of arms of 80 GB", False, {"error": str(error)}
     print_line(str(result))
-    return "a comparison of arms of 80 GB", True, {"result": result}
+    return "a comparison of arms of 80 GB, in turns of whole processes", not result["interleaved"], {"result": result}
 
 
 def largest_batch() -> tuple[str, bool, dict]:

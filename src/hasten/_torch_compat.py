@@ -232,6 +232,9 @@ def _is_from_gloo(error: BaseException) -> bool:
     return type(error) is RuntimeError and "gloo" in str(error) and "DataLoader worker" not in str(error)
 
 
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on a device or on the host.
 
@@ -241,7 +244,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and ("out of memory" in text or any(p in text for p in _CPU_OUT_OF_MEMORY))
+    return isinstance(error, RuntimeError) and any(part in text for part in (*_OUT_OF_MEMORY, *_CPU_OUT_OF_MEMORY))
+
+
+def is_gpu_taken(error: BaseException) -> bool:
+    """Whether another process has the GPU for itself: its compute mode is "Exclusive Process", usual on clusters."""
+    return isinstance(error, RuntimeError) and "busy or unavailable" in str(error)
 
 
 _AUTOGRAD_ERRORS = {
@@ -249,6 +257,7 @@ _AUTOGRAD_ERRORS = {
     "not_scalar": ("created only for scalar outputs",),
     "unused_parameters": ("`find_unused_parameters=True`",),
     "index_out_of_bounds": ("out of bounds", "device-side assert"),
+    "unsupported_gpu": ("no kernel image is available",),
 }
 
 
@@ -258,7 +267,8 @@ def autograd_error_kind(error: BaseException) -> str | None:
     Returns:
         "no_gradient": the loss does not depend on a parameter. "not_scalar": the loss has several elements.
         "unused_parameters": DDP misses gradients of some parameters. "index_out_of_bounds": a label or an index is too
-        large; on the CPU an IndexError, on CUDA a device-side assertion. Texts of torch 2.11 to 2.15.
+        large; on the CPU an IndexError, on CUDA a device-side assertion. "unsupported_gpu": this build of PyTorch has
+        no kernels for the GPU. Texts of torch 2.11 to 2.15.
     """
     if not isinstance(error, (RuntimeError, IndexError)):
         return None
@@ -300,6 +310,12 @@ def skips_overflows(optimizer: torch.optim.Optimizer | None) -> bool:
     Except for SGD, whose momentum is memory that was never written if its first step is skipped.
     """
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
+
+
+def mark_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Lets a scaler leave overflows to an optimizer that became fused after its constructor, where torch notes it."""
+    if isinstance(optimizer, torch.optim.Adam):  # SGD: see skips_overflows; torch's fused Adagrad is for the CPU
+        vars(optimizer)["_step_supports_amp_scaling"] = True
 
 
 def set_allocator_settings(settings: str) -> None:

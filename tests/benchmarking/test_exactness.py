@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hasten import Card, Exactness, Method
+from hasten import Card, Exactness, MemoryExhaustedError, Method, RunError
 from hasten.benchmarking import equivalence_runs
 
 class Plain(Method):
@@ -91,6 +91,27 @@ class SpoilsAGradient(Plain):
             if first.dtype == torch.float32:
                 first.grad.fill_(float("nan"))
         return spoilt
+
+class NeedsMemory(Plain):
+    """Raises hasten's own error for memory in float64 and for more than 8 rows, as the capture of a CUDA graph may."""
+    def forward(self, forward, run):
+        def hungry(batch):
+            if next(run.model.parameters()).dtype == torch.float64 and len(batch[0]) > 8:
+                raise MemoryExhaustedError("out of memory: the step does not fit as a CUDA graph")
+            return forward(batch)
+        return hungry
+
+class Replays(Plain):
+    """Like a captured CUDA graph: what reads values back in the step makes it fail."""
+    card = Card(
+        summary="a method to check", exactness=Exactness.EQUIVALENT_MATH, invalidates={"python_between_kernels"}
+    )
+    def forward(self, forward, run):
+        def captured(batch):
+            if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+                raise RunError("cuda_graph cannot record the step")
+            return forward(batch)
+        return captured
 
 class HalfTheSteps(Plain):
     def plan(self, plan, run):
@@ -321,6 +342,11 @@ def test_model_without_float64_is_checked_in_float32(name, exactness, check_with
     assert result.why.endswith("the model does not run in float64 (NotImplementedError: the kernel has no float64)")
 
 
+def test_method_that_needs_too_much_memory_in_float64_is_checked_with_smaller_batches(check):
+    result = check("NeedsMemory", Exactness.EQUIVALENT_MATH)
+    assert result.passed and "with batches of 8" in result.why, result.why
+
+
 @pytest.mark.parametrize("exactness", [Exactness.EQUIVALENT_MATH, Exactness.REDUCED_PRECISION])
 @pytest.mark.parametrize("name", ["DropsLabels", "DividesTheRate", "DetachesTheFirstLayer", "HalfTheSteps"])
 def test_inexact_method_on_model_without_float64_fails(name, exactness, check_without_float64):
@@ -405,9 +431,12 @@ def check_noisy_fixture(tmp_path_factory):
     (directory / "noisy_task.py").write_text(NOISY_TASK)
     task = import_file(directory / "noisy_task.py").task
 
-    def check(name: str):
-        recipe = Recipe.coerce(name if name.islower() else f"{directory}/methods.py:{name}")
-        return check_exactness(task(), Recipe(), recipe, Exactness.BIT_EXACT, device="cpu")
+    def check(name: str, base: str = ""):
+        recipes = [one and (one if one.islower() else f"{directory}/methods.py:{one}") for one in (base, name)]
+        candidate = " + ".join(filter(None, recipes))
+        return check_exactness(
+            task(), Recipe.coerce(recipes[0]), Recipe.coerce(candidate), Exactness.BIT_EXACT, device="cpu"
+        )
 
     return check
 
@@ -419,6 +448,11 @@ def test_bit_exact_method_on_a_model_that_does_not_repeat_itself_passes_and_the_
     assert "does not repeat itself" in result.why and "planted.add_noise" in result.why
     assert "batches are identical to the bit" in result.why
     assert result.statistics is (name == "DoesNothing"), "a method that handles data only is proven by the batches"
+
+
+def test_operation_is_named_also_where_the_base_replays_a_recorded_step(check_noisy):
+    result = check_noisy("in_memory_batches", base="Replays")
+    assert result.passed and "planted.add_noise" in result.why, result.why
 
 
 @pytest.mark.parametrize("name", ["DropsLabels", "DividesTheRate", "Rounds"])

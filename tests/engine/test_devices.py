@@ -2,8 +2,9 @@
 
 import pytest
 
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError
 from hasten.engine.devices import assign_gpus, why_unusable
+from hasten.engine.error_messages import explain_error
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,17 @@ def test_each_rank_gets_a_gpu_of_its_own(visible, local_ranks, indices):
 def test_more_ranks_than_gpus_are_refused(visible, why):
     with pytest.raises(ConfigurationError, match=why):
         assign_gpus(visible, range(len(visible)))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", MemoryExhaustedError, "Exclusive Process"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`", MemoryExhaustedError, "smaller batches"),
+        ("CUDA error: no kernel image is available for execution on the device", RunError, "not built for this GPU"),
+    ],
+)
+def test_errors_of_a_gpu_are_explained(text, kind, words):
+    """The first two are reasons for two arms to take turns as whole processes."""
+    error = explain_error(RuntimeError(text), "step 1", 32)
+    assert type(error) is kind and words in str(error)

@@ -60,6 +60,24 @@ def test_fused_optimizer_skips_the_step_by_itself_and_the_scale_settles_as_witho
     assert not any(map(torch.equal, before, program.run.model.parameters()))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [("Adam", DeviceLossScale), ("AdamW", DeviceLossScale), ("SGD", LossScale)]
+)
+def test_optimizer_that_fused_optimizer_made_skips_the_step_by_itself(perceptron, optimizer, kind):
+    make = lambda model: getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)  # noqa: E731
+    loss = lambda output, target: 1e4 * torch.nn.functional.cross_entropy(output, target)  # noqa: E731
+    program = build(perceptron(optimizer=make, loss=loss), [make_method("float16"), make_method("fused_optimizer")])
+    scale = program.run.checkpoint_state["float16"]
+    assert type(scale) is kind
+    before = [parameter.detach().clone() for parameter in program.run.model.parameters()]
+    running = train_steps(program)
+    next(running)
+    assert scale.overflow and all(map(torch.equal, before, program.run.model.parameters()))
+    for _ in running:
+        pass
+    assert not scale.overflow and not any(map(torch.equal, before, program.run.model.parameters()))
+
+
 def test_scale_on_the_device_doubles_after_good_steps_and_is_restored():
     scale, optimizer = DeviceLossScale("dynamic", torch.device("cpu")), torch.optim.SGD([torch.zeros(1)])
     for _ in range(GROWTH_INTERVAL):

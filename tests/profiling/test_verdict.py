@@ -23,6 +23,7 @@ def profile(*facts: str, **changes) -> StepProfile:
         "faults_per_step": 0.0,
         "system_share": 0.0,
         "issue_share": 0.5,
+        "queued_steps": 2.0,
         "host_reads_per_step": 0.0,
         "metric": {},
         "code": {"functions": [], "synchronizations": []},
@@ -39,30 +40,32 @@ def verdict(measured: StepProfile, **ceilings: float) -> str:
 
 
 @pytest.mark.parametrize(
-    ("facts", "issue_share", "input_share", "host_reads", "expected"),
+    ("facts", "queued_steps", "input_share", "host_reads", "expected"),
     [
-        ({"cuda"}, 0.95, 0.0, 0, True),
-        ({"cuda"}, 0.5, 0.0, 0, False),  # the GPU is the slower one
-        ({"cuda"}, 0.95, 0.6, 0, False),  # the host waits for batches
-        ({"cuda"}, 0.95, 0.0, 1, False),  # the host waits for the GPU
-        ({"cuda"}, 0.95, 0.0, None, True),
-        ({"cpu"}, 1.0, 0.0, 0, False),
+        ({"cuda"}, 0.02, 0.0, 0, True),
+        ({"cuda"}, 30.0, 0.0, 0, False),  # the GPU is the slower one
+        # so it is here, where the queue holds a fifth of a step: 1,000 operations, of 5,000 in a step of a large model
+        ({"cuda"}, 0.2, 0.0, 0, False),
+        ({"cuda"}, 0.02, 0.6, 0, False),  # the host waits for batches
+        ({"cuda"}, 0.02, 0.0, 1, False),  # the host waits for the GPU
+        ({"cuda"}, 0.02, 0.0, None, True),
+        ({"cpu"}, 0.0, 0.0, 0, False),
     ],
 )
 def test_run_is_launch_bound_if_a_gpu_waits_for_the_host_and_the_host_for_nothing(
-    facts, issue_share, input_share, host_reads, expected
+    facts, queued_steps, input_share, host_reads, expected
 ):
-    assert is_launch_bound(frozenset(facts), issue_share, input_share, host_reads) is expected
+    assert is_launch_bound(frozenset(facts), queued_steps, input_share, host_reads) is expected
 
 
 def test_launch_bound_run_is_named_also_where_a_larger_batch_would_help():
-    found = verdict(profile("cuda", issue_share=0.97), larger_batch=6.0)
+    found = verdict(profile("cuda", issue_share=0.97, queued_steps=0.03), larger_batch=6.0)
     assert found.startswith("The GPU waits for Python: the host needs 97% of the time")
-    assert "waits for Python" not in verdict(profile("cpu", issue_share=1.0), larger_batch=6.0)
+    assert "waits for Python" not in verdict(profile("cpu", issue_share=1.0, queued_steps=0.0), larger_batch=6.0)
 
 
 def test_launch_bound_run_with_a_dominant_phase_has_that_phase_as_its_verdict():
-    found = verdict(profile("cuda", issue_share=0.97), optimizer_step=2.5)
+    found = verdict(profile("cuda", issue_share=0.97, queued_steps=0.03), optimizer_step=2.5)
     assert found.startswith("The optimizer's update")
 
 

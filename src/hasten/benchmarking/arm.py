@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hasten._torch_compat import cached_compile_seconds, is_out_of_memory
+from hasten._torch_compat import cached_compile_seconds, is_gpu_taken, is_out_of_memory
 from hasten.benchmarking.gpu_state import gpu_state
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
 from hasten.core.errors import PeerFailure, RunError
@@ -137,11 +137,14 @@ class Arm:
 
     @contextmanager
     def _explain_out_of_memory(self) -> Iterator[None]:
-        """Context manager: raises MemoryExhaustedError, with the position and the batch size, if memory runs out."""
+        """Context manager: raises MemoryExhaustedError, with the position and the batch size, if memory runs out.
+
+        Also if another process has the GPU for itself.
+        """
         try:
             yield
         except Exception as error:
-            if isinstance(error, RunError) or not is_out_of_memory(error):
+            if isinstance(error, RunError) or not (is_out_of_memory(error) or is_gpu_taken(error)):
                 raise
             program = getattr(self, "program", None)
             if program is None:

@@ -46,7 +46,7 @@ from hasten.benchmarking.equivalence_runs import (
 from hasten.benchmarking.process_state import restored
 from hasten.benchmarking.repeatability import WATCHED_STEPS, Control, run_control
 from hasten.core.card import Exactness
-from hasten.core.errors import ConfigurationError, RunError, format_error
+from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError, format_error
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
@@ -134,9 +134,9 @@ def check_exactness(
 def _check(case: EquivalenceCase) -> ExactnessCheck:
     try:
         return _measure_and_judge(case)
-    except (RunError, ConfigurationError):
-        raise
     except Exception as error:
+        if isinstance(error, (RunError, ConfigurationError)) and not isinstance(error, MemoryExhaustedError):
+            raise
         if case.exactness is Exactness.BIT_EXACT or not case.ranks.is_single_process:
             raise
         failure, why = error.with_traceback(None), format_error(error, 120)

@@ -75,7 +75,7 @@ class _Normalize(torch.autograd.Function):
         wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
         axes = [axis for axis in range(inputs.dim()) if axis != 1]
         variance, mean = torch.var_mean(wide, axes, correction=0)
-        local = torch.cat([mean, variance, mean.new_tensor([inputs.numel() / inputs.shape[1]])])
+        local = torch.cat([mean, variance, mean.new_full((1,), inputs.numel() / inputs.shape[1])])
         gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, local)
         means, variances, counts = torch.stack(gathered).split([len(mean), len(mean), 1], dim=1)

@@ -7,9 +7,9 @@ such as the statistics of a batch norm in a captured CUDA graph, is copied at on
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, suppress
 from threading import Event
 from time import thread_time
 from typing import Any
@@ -87,7 +87,7 @@ class AsyncCheckpointer:
         began = thread_time()
         try:
             for key, tensor in later.items():
-                with torch.cuda.stream(streams[tensor.device]) if tensor.is_cuda else nullcontext():
+                with _on_stream(streams, tensor):
                     self.staging[key].copy_(tensor, non_blocking=True)
             for stream in streams.values():
                 stream.synchronize()
@@ -115,6 +115,20 @@ def _staging_buffer(previous: torch.Tensor | None, tensor: torch.Tensor) -> torc
     with suppress(RuntimeError):  # the system may allow less page-locked memory than the state takes
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda and tensor.layout == torch.strided)
     return torch.empty_like(tensor, device="cpu")
+
+
+@contextmanager
+def _on_stream(streams: dict[torch.device, torch.cuda.Stream], tensor: torch.Tensor) -> Iterator[None]:
+    """Context manager: copies of the tensor are queued on the stream of its GPU.
+
+    Its GPU is made the current one as well: to leave a stream, torch returns to the current one, in a new thread the
+    first, and would create a context with hundreds of MB there.
+    """
+    if not tensor.is_cuda:
+        yield
+        return
+    with torch.cuda.device(tensor.device), torch.cuda.stream(streams[tensor.device]):
+        yield
 
 
 def _side_streams(tensors: Iterable[torch.Tensor]) -> dict[torch.device, torch.cuda.Stream]:

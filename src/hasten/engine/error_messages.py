@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hasten._torch_compat import autograd_error_kind, is_out_of_memory
+from hasten._torch_compat import autograd_error_kind, is_gpu_taken, is_out_of_memory
 from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError, format_error
 from hasten.engine.registry import remedies
 
@@ -18,8 +18,15 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 HINTS = {
     "index_out_of_bounds": "most often a label outside 0 to (number of outputs - 1), or a model with too few outputs",
     "no_gradient": "Task(loss=) must return a tensor with a gradient, without detach(), .item() or torch.tensor()",
+    "unsupported_gpu": "the installed PyTorch is not built for this GPU (torch.cuda.get_arch_list() names what it "
+    "is built for); install a build for an older CUDA, or pass --device cpu",
     "not_scalar": "Task(loss=) must return one number, such as the mean over the batch",
 }
+
+
+GPU_TAKEN = (
+    "another process has the GPU for itself (its compute mode is Exclusive Process); wait for it, or choose another GPU"
+)
 
 
 def explain_error(error: Exception, where: str, batch_size: int) -> RunError | ConfigurationError:
@@ -34,6 +41,8 @@ def explain_error(error: Exception, where: str, batch_size: int) -> RunError | C
         place = f"{'at' if where.startswith('step') else 'in'} {where}"
         batches = f" with batches of {batch_size}" if batch_size else ""
         return MemoryExhaustedError(f"out of memory {place}{batches}; {advice}")
+    if is_gpu_taken(error):  # as if its memory were full: two arms take turns as whole processes
+        return MemoryExhaustedError(GPU_TAKEN)
     kind, text = autograd_error_kind(error), str(error)
     reason, hint = format_error(error), HINTS.get(kind or "", "")
     if kind == "unused_parameters":

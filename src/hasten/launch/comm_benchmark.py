@@ -63,13 +63,13 @@ def bench_comm(
     with init_process_group(device, timeout) as ranks:
         if ranks.is_single_process:
             raise ConfigurationError("bench-comm needs 2 processes or more; pass --processes N with N >= 2")
-        device_of(ranks, device)  # refuses a rank without a GPU of its own
-        return _measure(ranks, communication_device(ranks), sizes, on_progress)
+        own = torch.device(device_of(ranks, device))
+        return _measure(ranks, communication_device(own), sizes, on_progress)
 
 
-def communication_device(ranks: ProcessGroupInfo) -> torch.device:
-    """The device on which a tensor must be to be sent by the default backend."""
-    return torch.device("cuda", ranks.local_rank) if dist.get_backend() != "gloo" else torch.device("cpu")
+def communication_device(own: torch.device) -> torch.device:
+    """The device on which a tensor must be to be sent by the default backend, by a rank that trains on ``own``."""
+    return own if dist.get_backend() != "gloo" else torch.device("cpu")
 
 
 def _measure(

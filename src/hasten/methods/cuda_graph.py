@@ -21,12 +21,28 @@ from typing import Any
 
 import torch
 
-from hasten import Batch, Card, Exactness, ForwardFn, Method, NoEffectError, RunContext, RunError, StepFn, WrapOrder
+from hasten import (
+    Batch,
+    Card,
+    Exactness,
+    ForwardFn,
+    MemoryExhaustedError,
+    Method,
+    NoEffectError,
+    RunContext,
+    RunError,
+    StepFn,
+    WrapOrder,
+)
 from hasten._torch_compat import foreach_zero_
 from hasten.core.errors import format_error
 from hasten.utils.batch import batch_size, batch_tensors, map_tensors
 from hasten.utils.tree import bitwise_equal, tree_leaves
 
+NO_ROOM = (
+    "out of memory: the step does not fit as a CUDA graph (a CUDA graph keeps the activations of a step in memory of "
+    "its own)"
+)
 WARMUP_PASSES = 3  # the PyTorch documentation asks for a few, so that libraries have chosen their kernels
 
 
@@ -109,12 +125,13 @@ def _capture(forward_backward: ForwardFn, batch: Batch, run: RunContext) -> Forw
 
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # a stream of its own: torch's default for captures belongs to the first GPU that the process used
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             loss = forward_backward(inputs).detach()
-    except torch.OutOfMemoryError as error:
-        memory = "a CUDA graph keeps the activations of a step in memory of its own"
-        raise RunError(f"out of memory: the step does not fit as a CUDA graph ({memory})") from error
     except RuntimeError as error:
+        # where memory ran out, the end of the capture may fail as well and hide it
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError):
+            raise MemoryExhaustedError(NO_ROOM) from error
         raise RunError(
             "cuda_graph cannot record the step; the usual cause is a .item() or a copy to the CPU in the model "
             f"({format_error(error)})"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, OptimizerFactory, RunContext
+from hasten._torch_compat import mark_fused
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
 from hasten.utils.optimizers import optimizer_and_schedule
 
@@ -92,6 +93,7 @@ def _observe(optimizer: torch.optim.Optimizer) -> Generator[None, None, str]:
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
+    mark_fused(optimizer)
     for parameter, state in optimizer.state.items():  # Adagrad creates its state in the constructor
         if "step" in state:
             state["step"] = state["step"].to(parameter.device, torch.float32)  # as the fused kernel requires

@@ -46,7 +46,7 @@ class InMemoryBatches(Method):
         source="https://docs.pytorch.org/docs/stable/generated/torch.index_select.html",
         gain=(1.0, 21.0),
         gain_when="the loader alone, image batches on one core; a step gains the time that it waited for input",
-        accelerates={"input"},
+        accelerates={"input", "copy"},  # the copy with place=device
         applies_to={"indexed_samples"},
         order=WrapOrder.EARLY,
         replaces={"data"},

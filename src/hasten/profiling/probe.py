@@ -137,6 +137,9 @@ class Probe(Arm):
         return losses
 
 
+SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's first one, about the mode itself, is worded otherwise
+
+
 @contextmanager
 def _cuda_syncs() -> Iterator[list[str]]:
     """Context manager: at its end the list holds a message for each call that made the host wait for the GPU."""
@@ -149,4 +152,4 @@ def _cuda_syncs() -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            found += [str(warning.message) for warning in caught if "synchronizing" in str(warning.message)]
+            found += [str(warning.message) for warning in caught if SYNC_WARNING in str(warning.message)]

@@ -117,7 +117,7 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, on_progre
     single, no_speedup = _build_single_process(probe, ranks)
     blocks, exchanges = _run_rounds(probe, single, count, ranks, began + budget, on_progress)
     rank_blocks = [json.loads(content) for content in ranks.all_gather(json.dumps(blocks).encode())]
-    links = neighbor_latency(LINK_BYTES, ranks, communication_device(ranks))
+    links = neighbor_latency(LINK_BYTES, ranks, communication_device(torch.device(probe.device)))
 
     times = {kind: _slowest(rank_blocks, kind, "seconds_per_sample") for kind in probe.kinds}
     step = median(_slowest(rank_blocks, "plain", "seconds_per_step"))
@@ -195,11 +195,14 @@ def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Ar
     """(on rank 0: arm of the same training in one process; {"speedup": reason} on all ranks if there is none)."""
     single, why = None, ""
     if ranks.is_main_process:
-        nodes = ranks.world_size / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-        peak = memory_peak(probe.program.run.device)
+        peak, ranks_of_node = (
+            memory_peak(probe.program.run.device),
+            int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
+        )
+        # a full batch needs the memory of all ranks; on the CPU what is available is this rank's part of its node
+        needed = held_bytes(peak) * ranks.world_size / (1 if "reserved" in peak else ranks_of_node)
         try:
-            # what is available is this rank's part of its node, so a full batch needs a rank's memory times the nodes
-            if peak["available"] - peak["current"] < held_bytes(peak) * nodes:
+            if peak["available"] - peak["current"] < needed:
                 raise RunError("the speed-up over one process is not measured: memory may not suffice for it")
             methods = drop_distributed(probe.plain_recipe).methods
             single = Arm(probe.task, methods, probe.device, probe.seed, SINGLE_PROCESS)

@@ -47,6 +47,7 @@ class StepProfile:
     faults_per_step: float  # minor page faults
     system_share: float  # of the CPU time, spent in the operating system
     issue_share: float  # of the time, until the host has queued a block's work; the GPU then finishes it
+    queued_steps: float  # steps that the GPU had not finished when the host had queued the last one, as a fraction
     host_reads_per_step: float | None  # values that the host reads from the device
     input: Any  # throughput of the input pipeline, see ``InputThroughput``; only ``not_measured`` if that failed
     flops: Flops | None  # operations per second, the machine's peak and their quotient
@@ -151,6 +152,7 @@ def profile_steps(
         faults_per_step=_sum(both, "faults") / (count * len(both)),
         system_share=_sum(both, "system") / max(_sum(both, "seconds"), _sum(both, "cpu")),
         issue_share=_sum(plain, "issue_seconds") / seconds,
+        queued_steps=(seconds - _sum(plain, "issue_seconds")) * count / seconds,
         host_reads_per_step=operations.get("host_reads_per_step"),
         input=input_throughput,
         flops=_flops_rates(flops, samples / seconds) if flops else None,

@@ -12,7 +12,9 @@ from hasten.reporting.result_parts import Flops
 MIN_GAIN = 1.1  # a cause with a smaller gain is not named first
 DOMINANT_GAIN = 2.0  # a phase with this gain is the cause even if a larger batch, which would hide it, gives more
 
-LAUNCH_BOUND = 0.9  # of the time, that the host queues operations; else it waits for the GPU at the end
+# of a step, that a GPU still computes when the host has queued the last operation of a block. A share of the time would
+# not tell: the queue holds about a thousand operations, and a host that is ahead by as many waits while it queues more
+LAUNCH_BOUND = 0.1
 MAX_INPUT_SHARE = 0.1  # of the time; beyond, the host waits for data
 MIN_FORMAT_GAIN = 1.3  # peak of the best format / peak of the used one, from which it is named
 
@@ -54,21 +56,21 @@ def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[
     return bounds | {"system_time": amdahl(profile.wasted_share)} | dict(ceilings)
 
 
-def is_launch_bound(facts: frozenset[str], issue_share: float, input_share: float, host_reads: float | None) -> bool:
+def is_launch_bound(facts: frozenset[str], queued_steps: float, input_share: float, host_reads: float | None) -> bool:
     """Whether a GPU waits for Python: the host queues operations all the time, and waits neither for data nor for it.
 
-    ``issue_share`` is the fraction of a block of steps until the host has queued its last operation. Where the GPU is
-    the slower one, the queue is full of operations then.
+    ``queued_steps`` is how much of a step's time the GPU still computes when the host has queued the last operation of
+    a block of steps. Where the GPU is the slower one, the queue is full of operations then.
     """
     waits = input_share >= MAX_INPUT_SHARE or (host_reads or 0.0) >= 0.5
-    return "cuda" in facts and issue_share >= LAUNCH_BOUND and not waits
+    return "cuda" in facts and queued_steps <= LAUNCH_BOUND and not waits
 
 
 def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
     """One sentence that names the largest cause and its gain; ``gains`` are those of ``possible_gains``."""
     phases = profile.phases
     cause = _largest_cause(gains)
-    launches = is_launch_bound(profile.facts, profile.issue_share, phases["input"], profile.host_reads_per_step)
+    launches = is_launch_bound(profile.facts, profile.queued_steps, phases["input"], profile.host_reads_per_step)
     if launches and (cause == LARGER_BATCH or gains[cause] < MIN_GAIN):
         sentence = LAUNCHES.format(issue=profile.issue_share)
     elif gains[cause] >= MIN_GAIN:

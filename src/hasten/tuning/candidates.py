@@ -121,7 +121,7 @@ def candidates_for(
 def strong_baselines(device: str, cores: int, facts: frozenset[str] = frozenset()) -> list[Recipe]:
     """What an experienced user sets by hand: a fused optimizer and TF32, without loader workers and with them.
 
-    On a GPU also with what its owner would use besides, such as bfloat16, if the ``facts`` about the run allow it.
+    On a GPU both also with what its owner would use besides, such as bfloat16, if the ``facts`` about the run allow it.
     """
     by_hand, workers = Recipe(), Recipe()
     for name, card in cards_that_state("strong_baseline").items():
@@ -133,7 +133,7 @@ def strong_baselines(device: str, cores: int, facts: frozenset[str] = frozenset(
     cards = cards_that_state("on_gpu") if device != "cpu" else {}
     usable = {name: card for name, card in cards.items() if not card.applies_to & FACTS.keys() - facts}
     on_gpu = {name: {} for name, card in usable.items() if card.on_gpu.get("baseline")}
-    return [*forms, Recipe({**forms[-1].methods, **on_gpu})] if on_gpu else forms
+    return [*forms, *(Recipe({**form.methods, **on_gpu}) for form in forms)] if on_gpu else forms
 
 
 def _order(item: Candidate) -> tuple:

@@ -78,7 +78,8 @@ def find_systems(
         with rest, budget.reserve(seconds + _comparison_overhead(plan)), _keep_unconfirmed(state):
             if not state.candidates.is_restricted:
                 together = gpu_composition(state.diagnosis.get("facts") or ())
-                try_compositions(study, state.incumbents, [together], samples, screening)
+                eager = together.drop("cuda_graph")  # a step that cannot be captured can be faster all the same
+                try_compositions(study, state.incumbents, [together, eager], samples, screening)
             search_systems(study, state.incumbents, lower, samples, screening)
         with budget.part(1.0):
             _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds))
@@ -203,8 +204,8 @@ def find_strong_baseline(study: Study, state: SearchState, samples: float, secon
     for form in strong_baselines(study.device, max(1, cores() // study.processes), facts):
         while True:
             recipe = form.drop(*no_effect)
-            if not recipe or recipe == best:
-                break
+            if not recipe or recipe == best or not best.methods.items() <= recipe.methods.items():
+                break  # the last: it lacks what was faster, such as workers
             outcome = study.compare_speed(best, recipe, seconds=seconds)
             failed = outcome.get("failed", "")
             without_effect = {name for name in recipe.methods if f"{name} {NO_EFFECT}" in failed}
