@@ -7,7 +7,7 @@ such as the statistics of a batch norm in a captured CUDA graph, is copied at on
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from threading import Event
@@ -118,7 +118,7 @@ def _staging_buffer(previous: torch.Tensor | None, tensor: torch.Tensor) -> torc
 
 
 @contextmanager
-def _on_stream(streams: dict[torch.device, torch.cuda.Stream], tensor: torch.Tensor) -> Iterator[None]:
+def _on_stream(streams: dict[torch.device, torch.cuda.Stream], tensor: torch.Tensor) -> Generator[None]:
     """Context manager: copies of the tensor are queued on the stream of its GPU.
 
     Its GPU is made the current one as well: to leave a stream, torch returns to the current one, in a new thread the
