@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+import weakref
 from itertools import islice
 from types import SimpleNamespace
 
@@ -179,3 +180,14 @@ def test_facts_describe_the_run():
     assert not {"convolutions", "multiple_epochs", "evaluations"} & facts
     assert "evaluations" in facts_of(build(transformer(epochs=1, evaluate_every=32)))
     assert "indexed_samples" not in facts_of(build(perceptron(train_data=Stream())))
+
+
+def test_model_of_the_larger_batch_is_released_before_another_one_is_built():
+    probe = Probe(TaskRef.of(perceptron()), OUTERMOST.methods, "cpu", 0)
+    probe.build()
+    probe.block(2, disabled="larger_batch")
+    model = weakref.ref(probe.larger.program.run.model)
+    probe.operations(1)
+    probe.steps.close()
+    probe.log.close()
+    assert model() is None

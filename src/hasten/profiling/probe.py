@@ -1,6 +1,7 @@
 """The probe: an arm, in a worker process, that also measures the phases, operations, facts and input of its run."""
 
 import dataclasses
+import gc
 import tempfile
 import warnings
 from collections import Counter
@@ -72,6 +73,8 @@ class Probe(Arm):
             ``host_reads_per_step``: values that the host reads, on a GPU calls that make it wait; ``dtype``: of most
             matrix products.
         """
+        vars(self).pop("larger", None)  # its blocks are over, and ``flops`` builds another model
+        gc.collect()
         program, recorder, waits, steps = self.program, OpRecorder(), 0, 0
         on_gpu = program.run.device.type == "cuda"
         for batch in islice(self.source.epoch(program.run.progress.epoch, 0), count):
