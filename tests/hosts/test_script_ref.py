@@ -1,9 +1,12 @@
 """A command as a task: what is refused before anything runs, its name, its fingerprint, and the hooks of its host."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from hasten.cli.main import split_command
 from hasten.core.errors import ConfigurationError, RunError
@@ -12,6 +15,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_methods, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.hosts import site_map
+from hasten.hosts.inside.facts import devices_of
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.script_ref import ScriptRef
 from hasten.tuning.budget import Budget
@@ -164,3 +168,35 @@ def test_time_stamp_among_the_arguments_is_no_other_length_of_the_training():
     before = {"epochs": 3, "run_name": "10:31:05"}
     assert site_map.changed_numbers(before, {"epochs": 3, "run_name": "10:31:09"}) == {}
     assert site_map.changed_numbers(before, {"epochs": 2, "run_name": "10:31:09"}) == {"epochs": 2}
+
+
+@pytest.mark.parametrize(
+    ("assumed", "seen", "expected"),
+    [
+        ("cuda", None, "cuda"),  # before the first run
+        ("cuda", "cpu", "cpu"),  # the script hides the GPU, or does not use it
+        ("cuda", "cuda:1", "cuda:1"),
+        ("cpu", "cuda:0", "cpu"),  # the site map comes from a machine with a GPU
+    ],
+)
+def test_device_is_the_one_that_the_script_was_seen_to_train_on(assumed, seen, expected):
+    assert site_map.device_of(assumed, {"device": seen}) == expected
+
+
+def test_devices_of_a_script_are_those_of_its_parameters():
+    models = [nn.Linear(2, 2, device="meta"), nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]
+    assert devices_of(models) == [torch.device("meta"), torch.device("cpu")]
+    assert devices_of([nn.ReLU()]) == []
+
+
+def test_check_on_a_gpu_asks_for_deterministic_algorithms():
+    """In a process of its own: the mode is global."""
+    code = (
+        "import os, torch; from contextlib import nullcontext; from hasten.hosts.exactness import Deterministic\n"
+        "with Deterministic().process_context(nullcontext, None)():\n"
+        "    print(torch.are_deterministic_algorithms_enabled())\n"
+        "    print(torch.is_deterministic_algorithms_warn_only_enabled())\n"
+        "print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["True", "True", ":4096:8"]

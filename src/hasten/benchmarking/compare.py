@@ -150,7 +150,7 @@ def compare(
     except MemoryExhaustedError as error:
         arm = error.arm or 0
         raise MemoryExhaustedError(f"{'ab'[arm]} ({recipes[arm]}) does not fit into memory: {error}") from None
-    return {"task": str(ref), "device": device, **comparison.to_json()}
+    return {"task": str(ref), "device": ref.device(device), **comparison.to_json()}
 
 
 def run_interleaved(

@@ -121,6 +121,10 @@ class TaskRef:
         """Where the loaders, optimizers and models are that the engine does not build; None for a task."""
         return None
 
+    def device(self, asked: str) -> str:
+        """The device of a run that was asked to be on ``asked``; a script chooses its own."""
+        return asked
+
     def write_sites(self, directory: Path) -> None:
         """Writes ``sites`` beside a recipe, if there are any."""
 

@@ -27,7 +27,7 @@ from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeo
 from hasten.core.errors import ConfigurationError, HastenWarning, MemoryExhaustedError, RunError
 from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RESUMED, RIVAL, SESSION, SOCKET, SPEC, STARTED
 from hasten.hosts.sandbox import Sandbox, writable_places
-from hasten.hosts.site_map import hidden_checkpoints, hide_checkpoints, known_sites
+from hasten.hosts.site_map import device_of, hidden_checkpoints, hide_checkpoints, known_sites
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
@@ -297,7 +297,7 @@ def write_spec(
         directory: The directory of the session, where the file is written.
         script: The script.
         methods: Methods of the recipe: options by name of the method.
-        device: Name of the device, such as "cpu" or "cuda".
+        device: Name of the device to assume where ``sites`` does not have it, such as "cpu" or "cuda".
         seed: Seed of all random numbers; None: those of the script.
         sites: The site map of an earlier run; None: there is none.
         mode: "trial", or "train" for a training for real.
@@ -306,7 +306,7 @@ def write_spec(
         "name": Path(script.file).name if script.file else script.name,
         "directory": script.directory,
         "methods": methods,
-        "device": device,
+        "device": device_of(device, sites),
         "seed": seed,
         "sites": sites,
         "mode": mode,

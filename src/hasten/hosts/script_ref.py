@@ -143,6 +143,10 @@ class ScriptRef(TaskRef):
         known = site_map.known_sites(self)
         return None if known is None else {kind: known[kind] for kind in site_map.KINDS}
 
+    def device(self, asked: str) -> str:
+        """The device that the script was seen to train on; ``asked`` before its first run."""
+        return site_map.device_of(asked, site_map.known_sites(self))
+
     def write_sites(self, directory: Path) -> None:
         """Writes the site map beside a recipe."""
         site_map.write(directory, self)

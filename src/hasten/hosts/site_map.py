@@ -7,7 +7,7 @@ means that the run is not the one that was watched.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
         sites = {entry["site"] for entry in site_map[kind]}
         site_map[kind] = site_map[kind] + [entry for entry in before.get(kind, ()) if entry["site"] not in sites]
     for name in (
+        "device",
         "evaluation_every",
         "evaluation_seconds",
         "total_steps",
@@ -60,6 +61,15 @@ def known_sites(script: ScriptRef) -> dict[str, Any] | None:
     return _known.get(script.fingerprint())
 
 
+def device_of(assumed: str, known: Mapping[str, Any] | None) -> str:
+    """The device that a script trains on: where earlier runs put its parameters, else the one that is ``assumed``.
+
+    A site map may come from another machine, whose GPU this one does not have: then the assumed device is the CPU.
+    """
+    seen = (known or {}).get("device")
+    return seen if seen and (seen == "cpu" or assumed.startswith("cuda")) else assumed
+
+
 def hidden_checkpoints(script: ScriptRef) -> list[str]:
     """Paths without which the trials of a script start, so that they begin at step 0."""
     return _hidden.get(script.fingerprint(), [])
@@ -78,7 +88,7 @@ def write(directory: Path, script: ScriptRef) -> None:
     site_map = known_sites(script)
     if site_map is not None:
         sites = {kind: site_map[kind] for kind in KINDS}  # not the parsed arguments, which may hold a password
-        text = json.dumps({"fingerprint": script.fingerprint(), **sites}, indent=1)
+        text = json.dumps({"fingerprint": script.fingerprint(), "device": site_map["device"], **sites}, indent=1)
         (directory / FILE).write_text(text, encoding="utf-8")
 
 
@@ -93,6 +103,7 @@ def read_beside(recipe: str | None) -> dict[str, Any] | None:
         return None
     try:
         site_map = json.loads(path.read_text(encoding="utf-8"))
-        return {"fingerprint": site_map.get("fingerprint"), **{kind: list(site_map[kind]) for kind in KINDS}}
+        of_script = {name: site_map.get(name) for name in ("fingerprint", "device")}
+        return of_script | {kind: list(site_map[kind]) for kind in KINDS}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path} is no site map ({type(error).__name__}); tune again, or remove it") from None

@@ -3,12 +3,16 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.float32_precision import get_float32_precision, set_float32_precision
+
+AMPERE = (8, 0)  # compute capability
+NEEDS = "TF32 needs an NVIDIA GPU from Ampere on"
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class TF32(Method):
     )
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
-        if run.device.type != "cuda" or torch.cuda.get_device_capability(run.device) < (8, 0):
-            run.report_no_effect(self, f"TF32 needs an NVIDIA GPU from Ampere on; this run is on {run.device}")
+        if run.device.type != "cuda":
+            run.report_no_effect(self, f"{NEEDS}; this run is on {run.device}")
             return context
         if allows_tf32():
             run.report_no_effect(self, "TF32 is enabled already")
@@ -47,11 +51,13 @@ class TF32(Method):
             finally:
                 set_float32_precision(before)
 
-        run.observe_effect(self, _describe)
+        run.observe_effect(self, partial(_describe, run.device))
         return with_tf32
 
 
-def _describe() -> str:
+def _describe(device: torch.device) -> str:
+    if torch.cuda.get_device_capability(device) < AMPERE:  # not asked before: a script may yet choose its GPUs
+        raise NoEffectError(f"{NEEDS}; this one has compute capability {torch.cuda.get_device_capability(device)}")
     if not allows_tf32():
         raise NoEffectError("something has switched TF32 off during the run")
     return "float32 matrix products and convolutions may use TF32"

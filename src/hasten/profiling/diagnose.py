@@ -114,7 +114,7 @@ def diagnose(
         "kind": "diagnose",
         "task": str(task),
         "recipe": str(recipe),
-        "device": device,
+        "device": task.device(device),
         "verdict": verdict_of(profile, gains),
         "phases": profile.phases,
         "ceilings": ceilings,

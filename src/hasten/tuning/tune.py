@@ -117,13 +117,14 @@ def tune(
     continues = isinstance(budget, str) and budget.startswith("+")
     seconds = None if budget is None else parse_budget(budget[1:] if isinstance(budget, str) and continues else budget)
     selection = MethodSelection.of(methods, extra)  # checked before anything runs
-    task, device = TaskRef.of(task), pick_device(device)
+    task, asked = TaskRef.of(task), pick_device(device)
     directory = search_directory(task, out)
     store = TrialStore(directory, {})  # locks the directory before the task is loaded
     clock = Budget(float("inf") if seconds is None else seconds)
     clock.began -= spent
     try:
         facts = _describe(task, processes, clock)
+        device = task.device(asked)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
             raise ConfigurationError(f"evidence={evidence} needs a task with validation_data and a metric; it has none")
         settings = store.settings = _settings(facts, device, seed, processes)

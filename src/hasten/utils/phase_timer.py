@@ -31,7 +31,7 @@ class PhaseTimer:
         if torch.cuda.is_current_stream_capturing():  # what is captured runs later, in a replay
             return None
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def record(self, phase: str, began: Any) -> None:
@@ -55,7 +55,7 @@ class PhaseTimer:
         self.running = False
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
         seconds: Counter[str] = Counter()
         for phase, began, ended in self.intervals:
             if ended is not None:

@@ -21,7 +21,7 @@ def describe(
     from hasten.engine.loaders import from_loader  # a script that is only watched needs it at the end
 
     roots = models.roots
-    device = next((parameter.device for root in roots for parameter in root.parameters()), device)
+    device = next(iter(devices_of(roots)), device)
     training = list(training)
     found = {*hardware_facts(device), *of_framework}
     for root in roots:
@@ -37,6 +37,11 @@ def describe(
     if len(roots) > 1 and sizes:  # several backward passes of a step read the same batch
         samples = max(sizes)
     return {"facts": sorted(found), "samples_per_step": samples, "device": str(device)}
+
+
+def devices_of(roots: Iterable[torch.nn.Module]) -> list[torch.device]:
+    """The devices that hold parameters, each once, that of the first parameter first."""
+    return list(dict.fromkeys(parameter.device for root in roots for parameter in root.parameters()))
 
 
 def expected_steps(arguments: Mapping[str, Any], training: Iterable[Any], steps: StepSeam) -> int | None:

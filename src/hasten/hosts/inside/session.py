@@ -272,8 +272,9 @@ class Session:
         self.steps.losses, self.steps.keep_losses = [], True
         if timed:
             self.steps.time_updates()
+            self.phases.device = self._device()
             self.phases.start()
-        _synchronize()
+        self._synchronize()
         usage = resource.getrusage(resource.RUSAGE_SELF)
         evaluated = self.models.evaluated_seconds
         self.block = {"step": self.steps.count, "usage": usage, "evaluated": evaluated, "timed": timed}
@@ -316,7 +317,7 @@ class Session:
 
     def _end_block(self) -> dict[str, Any]:
         issued = time.perf_counter()
-        _synchronize()
+        self._synchronize()
         now, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
         block, self.block = self.block, None
         assert block is not None
@@ -364,8 +365,18 @@ class Session:
         """The peak of the memory of this process."""
         from hasten.engine.memory import memory_peak  # with packages that the script may not need
 
-        parameters = (parameter for root in self.models.roots for parameter in root.parameters())
-        return memory_peak(next((parameter.device for parameter in parameters), self.phases.device))
+        return memory_peak(self._device())
+
+    def _device(self) -> torch.device:
+        """The device of the script's first parameter; the assumed one before there is one."""
+        return next(iter(facts.devices_of(self.models.roots)), self.phases.device)
+
+    def _synchronize(self) -> None:
+        """Waits for the current GPU and for all that hold parameters."""
+        if torch.cuda.is_initialized():
+            for device in {torch.device("cuda", torch.cuda.current_device()), *facts.devices_of(self.models.roots)}:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
 
     def _evaluations(self) -> dict[str, Any]:
         """Seconds of an evaluation and the steps between two; None until one was seen."""
@@ -442,8 +453,3 @@ def _world_size() -> int:
     """The number of processes that train together, as torch.distributed knows it."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
