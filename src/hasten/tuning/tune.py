@@ -124,10 +124,10 @@ def tune(
     clock.began -= spent
     try:
         facts = _describe(task, processes, clock)
-        device = task.device(asked)
+        used: str = task.device(asked)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
             raise ConfigurationError(f"evidence={evidence} needs a task with validation_data and a metric; it has none")
-        settings = store.settings = _settings(facts, device, seed, processes)
+        settings = store.settings = _settings(facts, used, seed, processes)
         earlier = _earlier_result(directory, settings) if continues else {}
     except BaseException:
         store.leave()
@@ -138,7 +138,7 @@ def tune(
         clock.wall, clock.total = clock.total, clock.total + earlier["budget_seconds"]
     study = Study(
         task,
-        device,
+        used,
         store,
         clock,
         on_progress,
