@@ -395,6 +395,34 @@ def test_loader_sampler_with_an_exchange_of_its_own_is_refused():
     assert all("must have the same RankExchange" in str(error) for error in run_ranks(2, run))
 
 
+def test_rank_exchange_sends_ids_in_32_bits_where_the_graph_allows_it():
+    def run(rank: int) -> tuple:
+        start()
+        exchange = RankExchange(torch.tensor([0, 5, 9]), 20)
+        request = exchange.request(torch.arange(9))
+        counts = torch.full_like(request.ids, 2)
+        found = exchange.respond_ids(request, counts, request.ids.repeat_interleave(2))
+        return request.ids, found, exchange.sent_bytes
+
+    header = 2 * 8
+    for rank, (asked, (counts, ids), sent) in enumerate(run_ranks(2, run)):
+        own, other = (5, 4) if rank == 0 else (4, 5)
+        assert asked.dtype == ids.dtype == counts.dtype == torch.int64
+        assert len(asked) == own and counts.tolist() == [2] * other and len(ids) == 2 * other
+        assert sent == header + 4 * other + 4 * own + 4 * 2 * own
+
+
+@pytest.mark.parametrize(
+    "offsets", [torch.tensor([1, 5, 9]), torch.tensor([0, 5, 4]), torch.zeros(3), torch.zeros(1, 3)]
+)
+def test_rank_exchange_damaged_offsets_are_refused(offsets):
+    def run(rank: int) -> None:
+        start()
+        RankExchange(offsets)
+
+    assert all(isinstance(error, ConfigurationError) and "offsets" in str(error) for error in run_ranks(2, run))
+
+
 def test_rank_exchange_partitions_that_differ_are_named_on_every_rank():
     def run(rank: int) -> None:
         start()

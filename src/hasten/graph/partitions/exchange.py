@@ -75,6 +75,7 @@ class RankExchange:
         with self._peer_errors():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.agree({"offsets of the partition": offsets.tolist()}, self._check_offsets)
+        self._id_dtype = torch.int32 if int(offsets[-1]) < 2**31 else torch.int64  # of ids in messages
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -96,7 +97,7 @@ class RankExchange:
         header = torch.stack([sent, torch.full_like(sent, key)], 1)
         headers = self._all_to_all(header, [1] * self.world_size, [1] * self.world_size)
         received = headers[:, 0].tolist()
-        asked = self._all_to_all(ids[order], sent.tolist(), received)
+        asked = self._all_to_all_ids(ids[order], sent.tolist(), received)
         self.rounds += 1
         return Request(order, is_own.nonzero().flatten(), sent.tolist(), asked, received, headers[:, 1])
 
@@ -113,17 +114,17 @@ class RankExchange:
         self.rounds += 1
         return self._all_to_all(rows, request.received, request.sent)
 
-    def respond_varying(self, request: Request, counts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``respond``, ``counts[i]`` rows for id number i. One round: two collective calls.
+    def respond_ids(self, request: Request, counts: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``respond``, ``counts[i]`` ids of nodes for id number i. One round: two collective calls.
 
         Returns:
-            The counts, and the rows of all ids one after the other, both in the order of ``request.order``.
+            The counts, and the ids of all one after the other, both int64, in the order of ``request.order``.
         """
-        found = self._all_to_all(counts, request.received, request.sent)
+        found = self._all_to_all_ids(counts, request.received, request.sent)
         sent = [int(part.sum()) for part in counts.split(request.received)]
         expected = [int(part.sum()) for part in found.split(request.sent)]
         self.rounds += 1
-        return found, self._all_to_all(rows, sent, expected)
+        return found, self._all_to_all_ids(ids, sent, expected)
 
     def agree(self, settings: Mapping[str, Any], check: Callable[[], None]) -> None:
         """Compares settings that must be equal on all ranks, and calls ``check``, before the ranks act on them.
@@ -172,6 +173,10 @@ class RankExchange:
         self._check_holder()
         self._holder = producer
 
+    def _all_to_all_ids(self, ids: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """As ``_all_to_all`` for ids or numbers of edges, int64, in 32 bits where the graph allows it."""
+        return self._all_to_all(ids.to(self._id_dtype), sent, received).long()
+
     def _all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Sends ``sent[r]`` rows to rank r, and returns the ``received[r]`` rows that each rank sent to this one."""
         self._check_holder()
@@ -194,11 +199,15 @@ class RankExchange:
         holder.join()
 
     def _check_offsets(self) -> None:
-        offsets, parts = self.offsets, len(self.offsets) - 1
-        if offsets.dtype != torch.int64 or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
-            raise ConfigurationError(f"the offsets of a partition must be int64 and ascend from 0; got {offsets!r:.80}")
-        if parts != self.world_size:
+        offsets = self.offsets
+        if offsets.ndim != 1 or offsets.dtype != torch.int64:
+            shape = tuple(offsets.shape)
+            raise ConfigurationError(f"offsets must be int64 of one dimension; got {offsets.dtype} of shape {shape}")
+        if len(offsets) - 1 != self.world_size:
+            parts = len(offsets) - 1
             raise ConfigurationError(f"the partition has {parts} parts, but there are {self.world_size} ranks")
+        if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+            raise ConfigurationError(f"the offsets of a partition must ascend from 0; got {offsets.tolist()!r:.80}")
 
     @contextmanager
     def _peer_errors(self) -> Iterator[None]:

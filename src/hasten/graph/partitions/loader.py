@@ -50,7 +50,7 @@ class PartitionedBatch:
 
 
 class PartitionedLoader:
-    """Iterates over this rank's seed nodes in batches. A collective: all ranks iterate together.
+    """Iterates over this rank's seed nodes in batches. A collective: all ranks create it and iterate together.
 
     Args:
         sampler: ``HybridSampler``, or ``VanillaSampler`` on the exchange of the features.

@@ -11,8 +11,8 @@ from hasten.graph.partitions.exchange import RankExchange
 class RemoteFeatures(FeatureSource):
     """The features of all nodes, of which this rank holds those that it owns.
 
-    ``rows`` is a collective of two rounds, request and response, in three collective calls: all ranks must call it
-    equally often. Ids may be empty.
+    All ranks must create it together. ``rows`` is a collective of two rounds, request and response, in three collective
+    calls: all ranks must call it equally often. Ids may be empty.
 
     Args:
         local: the rows of the nodes that this rank owns, in the order of their ids.

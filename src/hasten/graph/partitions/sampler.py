@@ -128,7 +128,7 @@ class HybridSampler(PartitionedSampler):
 class VanillaSampler(PartitionedSampler):
     """This rank has the edges into its own nodes only: each hop but the first takes two rounds.
 
-    All ranks must call it together. The seeds must be this rank's own.
+    All ranks must create and call it together. The seeds must be this rank's own.
 
     Args:
         indptr: int64, of shape (own nodes + 1,), from ``take_part``.
@@ -171,7 +171,7 @@ class VanillaSampler(PartitionedSampler):
             for asked, other in zip(request.ids.split(request.received), request.keys, strict=True)
         ]
         sources, counts = (torch.from_numpy(numpy.concatenate(arrays)) for arrays in zip(*answers, strict=True))
-        found_counts, found = self.exchange.respond_varying(request, counts, sources)
+        found_counts, found = self.exchange.respond_ids(request, counts, sources)
         own_sources, own_counts = self._draw_own(nodes[request.own.numpy()], fanout, key)
         return _interleave(
             torch.cat([request.own, request.order]),
