@@ -20,10 +20,11 @@ from hasten.graph.partitions.exchange import RankExchange
 from hasten.graph.partitions.partition import check_graph, graph_checksum
 from hasten.graph.sampling import kernels
 from hasten.graph.sampling.checks import check_fanouts
-from hasten.graph.sampling.hops import EdgeMatrix, hop_key, sample_hop
+from hasten.graph.sampling.hops import EdgeMatrix, hop_key, sample, sample_hop
 from hasten.graph.sampling.numbering import NodeTablePool, Numbering
 
 NODE = ""  # the only type of nodes
+EDGE = (NODE, "", NODE)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class SampledNeighborhood:
 
 
 class PartitionedSampler(ABC):
-    """Samples hop by hop; subclasses differ in where the edges into a node are.
+    """Samples around seed nodes; subclasses differ in where the edges into a node are.
 
     Args:
         num_nodes: of the whole graph.
@@ -77,27 +78,13 @@ class PartitionedSampler(ABC):
         with self._tables.borrow() as tables:
             return self._sample(Numbering(seeds.numpy(), tables[NODE]), self._key(seeds, epoch))
 
-    def _sample(self, numbering: Numbering, key: int) -> SampledNeighborhood:
-        rows, cols, first = [], [], 0
-        for hop, fanout in enumerate(self.fanouts):
-            nodes = numbering.by_hop[hop]
-            sources, counts = self._draw(nodes, fanout, hop_key(key, hop, 0), hop)
-            cols.append(numpy.repeat(numpy.arange(first, first + len(nodes)), counts))
-            numbering.number(sources)
-            rows.append(sources)
-            first += len(nodes)
-            numbering.end_hop()
-        edge_index = torch.from_numpy(numpy.stack([numpy.concatenate(rows), numpy.concatenate(cols)]))
-        by_hop = [len(nodes) for nodes in numbering.by_hop]
-        return SampledNeighborhood(torch.from_numpy(numbering.nodes()), edge_index, by_hop, [len(row) for row in rows])
-
     def _key(self, seeds: Tensor, epoch: int) -> int:
         key = kernels.key_of(numpy.uint64(self.seed % 2**64), numpy.array([epoch]))
         return int(kernels.key_of(numpy.uint64(key), seeds.numpy()))
 
     @abstractmethod
-    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int, hop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """The sources of the edges drawn into ``nodes`` (int64 ids), and the number of edges of each node."""
+    def _sample(self, numbering: Numbering, key: int) -> SampledNeighborhood:
+        """The sample of a key around the seeds, which have their numbers."""
 
 
 class HybridSampler(PartitionedSampler):
@@ -120,9 +107,9 @@ class HybridSampler(PartitionedSampler):
     def shared_settings(self) -> dict[str, Any]:
         return super().shared_settings | {"graphs (checksums)": graph_checksum(*self._graph)}
 
-    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int, hop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        sources, _, counts = sample_hop(self._matrix, nodes, fanout, key)
-        return sources, counts
+    def _sample(self, numbering: Numbering, key: int) -> SampledNeighborhood:
+        found = sample({EDGE: self._matrix}, {NODE: numbering}, {EDGE: self.fanouts}, key)[EDGE]
+        return _neighborhood(numbering, found.row, found.col, found.by_hop)
 
 
 class VanillaSampler(PartitionedSampler):
@@ -159,12 +146,24 @@ class VanillaSampler(PartitionedSampler):
         super().__init__(num_nodes, fanouts, seed)
         self._matrix = EdgeMatrix(indptr.numpy(), indices.numpy())
 
-    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int, hop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        if hop == 0:
-            if len(nodes) and (nodes.min() < self._first or nodes.max() >= self._end):
-                own = f"{self._first} to {self._end} (exclusive)"
-                raise ConfigurationError(f"the seed nodes of rank {self.exchange.rank} must be its own, {own}")
-            return self._draw_own(nodes, fanout, key)
+    def _sample(self, numbering: Numbering, key: int) -> SampledNeighborhood:
+        seeds = numbering.by_hop[0]
+        if len(seeds) and (seeds.min() < self._first or seeds.max() >= self._end):
+            own = f"{self._first} to {self._end} (exclusive)"
+            raise ConfigurationError(f"the seed nodes of rank {self.exchange.rank} must be its own, {own}")
+        rows, cols, first = [], [], 0
+        for hop, fanout in enumerate(self.fanouts):
+            nodes, draw = numbering.by_hop[hop], self._draw if hop else self._draw_own
+            sources, counts = draw(nodes, fanout, hop_key(key, hop, 0))
+            cols.append(numpy.repeat(numpy.arange(first, first + len(nodes)), counts))
+            numbering.number(sources)
+            rows.append(sources)
+            first += len(nodes)
+            numbering.end_hop()
+        return _neighborhood(numbering, numpy.concatenate(rows), numpy.concatenate(cols), [len(row) for row in rows])
+
+    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The sources of the edges drawn into ``nodes`` of any rank (int64 ids), and the number of edges of each."""
         request = self.exchange.request(torch.from_numpy(nodes), numpy.uint64(key).astype(numpy.int64).item())
         answers = [
             self._draw_own(asked.numpy(), fanout, int(other) % 2**64)
@@ -183,6 +182,14 @@ class VanillaSampler(PartitionedSampler):
         """Draws edges into this rank's own nodes; the random stream of a node is that of its id in the whole graph."""
         sources, _, counts = sample_hop(self._matrix, nodes - self._first, fanout, key, streams=nodes)
         return sources, counts
+
+
+def _neighborhood(
+    numbering: Numbering, row: numpy.ndarray, col: numpy.ndarray, edges_by_hop: list[int]
+) -> SampledNeighborhood:
+    edge_index = torch.from_numpy(numpy.stack([row, col]))
+    nodes_by_hop = [len(nodes) for nodes in numbering.by_hop]
+    return SampledNeighborhood(torch.from_numpy(numbering.nodes()), edge_index, nodes_by_hop, edges_by_hop)
 
 
 def _check_fanouts(fanouts: Sequence[int]) -> None:
