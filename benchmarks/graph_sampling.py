@@ -1,9 +1,10 @@
 """Neighbor sampling by ``hasten.graph.NeighborSampler`` against DGL's fused kernel and against plain PyTorch.
 
-All arms sample the same batches of seeds with the fanouts 15, 10 and 5 and the same number of threads, in turns, in one
-process. DGL samples new edges for all nodes of a block in every layer, the others only for nodes that the hop before
-found: so the arms are compared by the time for each sampled edge, and the seconds of a batch stand beside it. DGL uses
-the kernel of FastSample (``fused=True``) where it has more than one thread.
+All arms sample the same batches of seeds with the fanouts 15, 10 and 5 and the same number of threads, in one process,
+in turns whose order is reversed in every other round. DGL samples new edges for all nodes of a block in every layer,
+the others only for nodes that the hop before found: so the arms are compared by the time for each sampled edge, and
+the seconds of a batch stand beside it. DGL uses the kernel of FastSample (``fused=True``) where it has more than one
+thread, on node ids of 32 bits.
 
 The bound: a sampled edge takes at least one cache line of 64 bytes from the graph, where the graph does not fit the
 cache; the bandwidth of such reads at random places is measured with as many threads.
@@ -16,9 +17,11 @@ stay empty.
 from __future__ import annotations
 
 import gzip
+import itertools
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -64,11 +67,12 @@ def dgl_arm(graph: Data, threads: int):
     import dgl
 
     dgl.utils.set_num_threads(threads)
-    matrix = dgl.graph((graph.edge_index[0], graph.edge_index[1]), num_nodes=graph.num_nodes).formats(["csc"])
+    source, target = graph.edge_index.int()  # ids of 32 bits, DGL's fastest form
+    matrix = dgl.graph((source, target), num_nodes=graph.num_nodes).formats(["csc"])
     sampler = dgl.dataloading.NeighborSampler(FANOUTS[::-1], fused=True)
 
     def sample(seeds: torch.Tensor) -> int:
-        return sum(block.num_edges() for block in sampler.sample_blocks(matrix, seeds)[2])
+        return sum(block.num_edges() for block in sampler.sample_blocks(matrix, seeds.int())[2])
 
     return sample
 
@@ -129,20 +133,15 @@ def measured(name: str, graph: Data, batch: int, options) -> tuple[tuple, dict]:
         makers["dgl"] = dgl_arm
     samplers = {arm: make(graph, options.threads) for arm, make in makers.items()}
     batches = max(1, 20_000 // batch)
-    numbers: dict[str, list] = {}
-    for arm, sample in samplers.items():
-        timed(sample, graph, batch, 1, seed=-1)
-        numbers[arm] = []
     counts = {arm: 1 if arm == "torch" else batches for arm in samplers}
-    for number in range(options.rounds):
-        arms = {
-            arm: lambda sample=samplers[arm], count=counts[arm], number=number: timed(
-                sample, graph, batch, count, number
-            )
-            for arm in samplers
-        }
-        for arm, taken in in_turns(arms, 1).items():
-            numbers[arm] += taken
+    for sample in samplers.values():
+        timed(sample, graph, batch, 1, seed=-1)
+
+    def rounds_of(arm: str) -> Callable[[], tuple[float, int]]:
+        seeds = itertools.count()  # every arm samples the same batches in the same round
+        return lambda: timed(samplers[arm], graph, batch, counts[arm], next(seeds))
+
+    numbers = in_turns({arm: rounds_of(arm) for arm in samplers}, options.rounds)
     by_edge = {arm: [seconds / edges for seconds, edges in taken] for arm, taken in numbers.items()}
     ratios = {
         arm: interval(other / own for other, own in zip(by_edge[arm], by_edge["hasten"], strict=True))

@@ -75,13 +75,32 @@ def test_memory_mapped_features_file_with_python_objects_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("array", "text"),
-    [(numpy.zeros(3), "two dimensions"), (numpy.array([["a"]]), "unknown to PyTorch|PyTorch does not")],
+    [
+        (numpy.zeros(3), "two dimensions"),
+        (numpy.array(3.0), "two dimensions"),
+        (numpy.array([["a"]]), "unknown to PyTorch|PyTorch does not"),
+    ],
 )
 def test_memory_mapped_features_other_arrays_are_refused(tmp_path, array, text):
     path = tmp_path / "other.npy"
     numpy.save(path, array)
     with pytest.raises(ConfigurationError, match=text):
         MemoryMappedFeatures(path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 20, 100, -1])
+def test_memory_mapped_features_truncated_file_is_refused(saved, keep):
+    saved.write_bytes(saved.read_bytes()[:keep])
+    with pytest.raises(ConfigurationError, match=r"not a readable .npy file"):
+        MemoryMappedFeatures(saved)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy.load leaves the file open
+@pytest.mark.parametrize("content", [b"\x93NUMPY\x01\x00v\x00{'descr': (" + b" " * 200, b"PK\x03\x04 no archive"])
+def test_memory_mapped_features_damaged_header_is_refused(saved, content):
+    saved.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"not a readable .npy file"):
+        MemoryMappedFeatures(saved)
 
 
 def test_memory_mapped_features_missing_file_is_refused(tmp_path):

@@ -77,6 +77,8 @@ def test_csc_lists_the_sources_of_each_target():
         (rmat, {"num_nodes": 1}, "from 2 to .* nodes; got num_nodes=1"),
         (rmat, {"num_edges": 0}, "num_edges must be at least 1, not 0"),
         (rmat, {"quadrants": (0.5, 0.5, 0.5, 0.5)}, "sum to 1"),
+        (rmat, {"quadrants": (1 - 3e-9, 1e-9, 1e-9, 1e-9)}, "at least 0.001"),  # self loops only, drawn again forever
+        (rmat, {"quadrants": (float("nan"),) * 4}, "at least 0.001"),
         (stochastic_block_model, {"homophily": 1.5}, "homophily must be a number from 0 to 1, not 1.5"),
         (stochastic_block_model, {"num_classes": 60}, "60 communities require 120 nodes; got 100"),
     ],

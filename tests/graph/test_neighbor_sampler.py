@@ -3,16 +3,19 @@
 import copy
 import pickle
 import re
+import threading
 import warnings
 
 import pytest
 import torch
-from torch_geometric.data import Data
+import torch_geometric.typing
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, NodeLoader
 from torch_geometric.nn import GraphSAGE
 
 from hasten import ConfigurationError
-from hasten.graph import NeighborSampler
+from hasten.graph import NeighborSampler, threads
+from hasten.graph.sampling.checks import check_csc
 from helpers.graphs import assert_edges_are_those_of, random_graph, typed_graph
 
 
@@ -62,15 +65,38 @@ def test_sampler_with_minus_one_draws_all_edges(options):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("options", [{}, {"disjoint": True}, {"weight_attr": "weight", "replace": True}])
-def test_sampler_any_threads_and_workers_returns_the_same_bits(options):
+def test_sampler_any_threads_and_workers_returns_the_same_bits(options, monkeypatch):
+    monkeypatch.setattr(threads, "SMALLEST_RANGE", 64)
     graph = random_graph(nodes=9_000, edges=50_000)
     loader = {"batch_size": 4_500}
     expected = batches(graph, NeighborSampler(graph, [3, 3], seed=7, num_threads=1, **options), **loader)
-    for threads in (2, 4):
-        sampler = NeighborSampler(graph, [3, 3], seed=7, num_threads=threads, **options)
+    for num_threads in (2, 4):
+        sampler = NeighborSampler(graph, [3, 3], seed=7, num_threads=num_threads, **options)
         assert same(expected, batches(graph, sampler, **loader))
         assert same(expected, batches(graph, sampler, **loader, num_workers=2))
     assert not same(expected, batches(graph, NeighborSampler(graph, [3, 3], seed=8, **options), **loader))
+
+
+def test_sampler_with_4_threads_samples_in_4_threads(monkeypatch):
+    """Each kernel waits until four threads run it, which would never end with fewer."""
+    monkeypatch.setattr(threads, "SMALLEST_RANGE", 64)
+    meeting = threading.Barrier(4, timeout=20)
+    original, seen = threads._run, set()
+
+    def run(kernel, bounds, number) -> None:
+        def met(begin: int, end: int) -> None:
+            if number == 4:
+                meeting.wait()
+                seen.add(threading.get_ident())
+            kernel(begin, end)
+
+        original(met, bounds, number)
+
+    graph = random_graph(nodes=2_000, edges=20_000)
+    expected = batches(graph, NeighborSampler(graph, [3, 3], seed=7, num_threads=1), batch_size=1_000)
+    monkeypatch.setattr(threads, "_run", run)
+    assert same(expected, batches(graph, NeighborSampler(graph, [3, 3], seed=7, num_threads=4), batch_size=1_000))
+    assert len(seen) == 4 and threading.get_ident() not in seen
 
 
 @pytest.mark.multiprocess
@@ -112,7 +138,7 @@ def test_sampler_after_two_billion_numbers_samples_the_same():
     sampler = NeighborSampler(graph, [3, 3], seed=1)
     expected = batches(graph, sampler)
     for distance in (5_000, 1_500, 400):  # from the largest start: the five samples end before it, or pass it
-        (table,) = sampler._tables[0].values()
+        (table,) = sampler._tables.free[0].values()
         table.start = 2**31 - 1 - distance
         assert same(batches(graph, sampler), expected)
     assert table.start < 5_000
@@ -141,6 +167,24 @@ def test_sampler_induced_returns_all_edges_between_the_nodes():
     assert torch.equal(batch.e_id.sort().values, inside.nonzero().flatten())
 
 
+@pytest.mark.parametrize("options", [{"num_neighbors": [-1]}, {"num_neighbors": [3], "subgraph_type": "induced"}])
+def test_sampler_all_edges_include_those_of_weight_zero(options):
+    graph = random_graph()
+    graph.weight[::2] = 0
+    batch = batches(graph, NeighborSampler(graph, seed=1, weight_attr="weight", **options), batch_size=500)[0]
+    assert torch.equal(batch.e_id.sort().values, torch.arange(graph.num_edges))
+
+
+@pytest.mark.parametrize("weight", [5e-324, 1e-320, 1e300])
+def test_sampler_weights_of_any_size_draw_edges_of_the_node(weight):
+    """A denormal sum, times a number below 1, is rounded up to the sum, which would draw the edge after the last."""
+    graph = Data(edge_index=torch.tensor([[0, 1, 2], [0, 0, 0]]), num_nodes=3)
+    graph.weight = torch.tensor([weight, 0.0, 0.0], dtype=torch.float64)
+    sampler = NeighborSampler(graph, [200], seed=1, weight_attr="weight", replace=True)
+    batch = batches(graph, sampler, input_nodes=torch.tensor([0]))[0]
+    assert batch.num_edges == 200 and set(batch.e_id.tolist()) == {0}
+
+
 def test_sampler_weights_of_zero_are_never_drawn():
     graph = random_graph()
     graph.weight[::2] = 0
@@ -159,6 +203,80 @@ def test_sampler_with_times_draws_no_later_node(strategy):
             earlier = graph.time[graph.edge_index[0, graph.edge_index[1] == batch.n_id[0]]]
             earlier = earlier[earlier <= batch.time[0]].sort().values
             assert torch.equal(batch.time[batch.edge_index[0, seed]].sort().values, earlier[-2:])
+
+
+@pytest.mark.parametrize("attribute", ["time", "when"])
+def test_sampler_times_that_do_not_ascend_among_the_edges_of_a_node_are_refused(attribute):
+    graph = Data(edge_index=torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 1, 2]]), num_nodes=3)
+    order = {"time": torch.tensor([1, 0, 2]), "when": torch.tensor([1, 2, 5, 4, 0])}
+    graph[attribute] = order[attribute]
+    options = {"time_attr": attribute, "is_sorted": True}
+    with pytest.raises(ConfigurationError, match="times that do not ascend among the edges into a node; sort them"):
+        NeighborSampler(graph, [2], **options)
+    graph[attribute] = {"time": torch.tensor([0, 1, 0]), "when": torch.tensor([1, 2, 4, 5, 0])}[attribute]
+    NeighborSampler(graph, [2], **options)
+
+
+def test_sampler_options_by_position_are_those_of_pytorch_geometric():
+    graph = random_graph()
+    options = ("directional", False, False, "uniform", None, None, True)
+    with pytest.raises(ConfigurationError, match="edge_index is not sorted by target"):
+        NeighborSampler(graph, [3], *options)
+
+
+def test_sampler_backward_takes_edges_that_are_sorted_by_source():
+    graph = random_graph()
+    graph.edge_index = graph.edge_index[:, graph.edge_index[0].argsort(stable=True)]
+    sampler = NeighborSampler(graph, [3], seed=1, is_sorted=True, sample_direction="backward")
+    for batch in batches(graph, sampler):
+        assert_edges_are_those_of(graph, batch)
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+def test_sampler_any_order_of_the_types_samples_the_same(disjoint):
+    """A graph store lists its types in an order that depends on PYTHONHASHSEED."""
+    graph, other = typed_graph(), HeteroData()
+    for node_type in reversed(graph.node_types):
+        other[node_type].x = graph[node_type].x
+    for edge_type in reversed(graph.edge_types):
+        other[edge_type].edge_index = graph[edge_type].edge_index
+    drawn = [
+        NodeLoader(data, NeighborSampler(data, [4, 4], seed=1, disjoint=disjoint), input_nodes="user", batch_size=10)
+        for data in (graph, other)
+    ]
+    for first, second in zip(*drawn, strict=True):
+        for node_type in graph.node_types:
+            assert torch.equal(first[node_type].n_id, second[node_type].n_id)
+
+
+def test_sampler_graph_store_samples_as_the_graph_itself():
+    graph = typed_graph()
+    stored = NeighborSampler((graph, graph), [4, 4], seed=1)
+    assert list(stored._matrices()) == sorted(graph.edge_types) and list(stored._sizes()) == ["item", "user"]
+    loaders = [
+        NodeLoader(data, sampler, input_nodes=("user", torch.arange(30)), batch_size=10)
+        for data, sampler in ((graph, NeighborSampler(graph, [4, 4], seed=1)), ((graph, graph), stored))
+    ]
+    for first, second in zip(*loaders, strict=True):
+        assert torch.equal(first["item"].n_id, second["item"].n_id)
+
+
+def test_sampler_shared_memory_holds_the_edges_once():
+    graph = random_graph()
+    sampler = NeighborSampler(graph, [3], seed=1, share_memory=True)
+    (matrix,) = sampler._matrices().values()
+    assert sampler.row.is_shared() and sampler.row.dtype == torch.int32
+    assert matrix.indices.ctypes.data == sampler.row.data_ptr()
+    received = pickle.loads(pickle.dumps(sampler))
+    (matrix,) = received._matrices().values()
+    assert matrix.indices.ctypes.data == received.row.data_ptr()
+
+
+def test_sampler_constructor_that_fails_leaves_the_flags_of_pytorch_geometric():
+    before = dict(vars(torch_geometric.typing))
+    with pytest.raises(ConfigurationError, match="is not a valid SubgraphType"):
+        NeighborSampler(random_graph(), [3], subgraph_type="subtree")
+    assert vars(torch_geometric.typing) == before
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -210,7 +328,28 @@ def test_sampler_empty_batch_duplicate_seeds_self_loops_and_isolated_nodes_are_s
         ({"edge_index": torch.tensor([[0], [600]])}, {}, "edge_index has target 600, but nodes are 0 to 499"),
         ({"edge_index": torch.tensor([[-1], [3]])}, {}, "edge_index has source -1, but nodes are 0 to 499"),
         ({}, {"is_sorted": True}, "edge_index is not sorted by target; leave out is_sorted=True"),
-        ({}, {"num_neighbors": [3, -2]}, "the number of neighbors must be -1 (all) or from 0 up, not [3, -2]"),
+        ({}, {"is_sorted": True, "sample_direction": "backward"}, "edge_index is not sorted by source; leave out"),
+        ({}, {"temporal_strategy": "latest"}, "temporal_strategy must be uniform or last, not 'latest'"),
+        ({}, {"num_neighbors": 5}, "num_neighbors must be a list of integers from -1 (all), one for each hop; got 5"),
+        ({}, {"num_neighbors": [2.5]}, "one for each hop; got [2.5]"),
+        (
+            {},
+            {"weight_attr": "wieght"},
+            "no attribute weight_attr='wieght'; it has edge_index, time, weight",
+        ),
+        ({}, {"time_attr": "when"}, "the graph has no attribute time_attr='when'; it has edge_index, time, weight, x"),
+        ({}, {"weight_attr": "x"}, "x has the shape (500, 1); expected a weight for each edge, (8000,)"),
+        ({}, {"time_attr": "time", "sample_direction": "backward"}, "not yet supported for backward sampling"),
+        (
+            {"weight": torch.full((8_000,), 1e307, dtype=torch.float64)},
+            {"weight_attr": "weight"},
+            "weights with an infinite sum",
+        ),
+        (
+            {},
+            {"num_neighbors": [3, -2]},
+            "a list of integers from -1 (all), one for each hop; got [3, -2]",
+        ),
         ({"weight": torch.full((8_000,), -1.0)}, {"weight_attr": "weight"}, "weights that are negative or not finite"),
         ({}, {"disjoint": True, "subgraph_type": "induced"}, "'induced' cannot be combined with disjoint samples"),
     ],
@@ -221,6 +360,43 @@ def test_sampler_damaged_graph_or_option_is_refused_with_one_line(change, option
     with pytest.raises(ConfigurationError, match=re.escape(message)) as refusal:
         NeighborSampler(graph, **{"num_neighbors": [3], **options})
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("num_neighbors", "message"),
+    [
+        (4, "num_neighbors must be a list of integers"),
+        ({("user", "bought", "item"): [4]}, "num_neighbors: Missing number of neighbors for edge type"),
+        ({("user", "sold", "item"): [4]}, "num_neighbors: Not all edge types specified"),
+        ({("user", "bought", "item"): [4], ("item", "bought_by", "user"): [4, "3"]}, "got [4, '3']"),
+    ],
+)
+def test_sampler_typed_numbers_of_neighbors_that_do_not_fit_are_refused(num_neighbors, message):
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        NeighborSampler(typed_graph(), num_neighbors)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_sampler_typed_graph_of_unknown_size_is_refused():
+    graph = typed_graph()
+    del graph["item"].x
+    with pytest.raises(ConfigurationError, match=r"of type 'item' is unknown; set data\['item'\].num_nodes"):
+        NeighborSampler(graph, [3])
+
+
+def test_sampler_seeds_of_uint8_are_node_ids_as_for_pytorch_geometric():
+    graph = random_graph()
+    batch = batches(graph, NeighborSampler(graph, [3]), input_nodes=torch.tensor([1, 0, 1], dtype=torch.uint8))[0]
+    assert batch.n_id[:3].tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices"), [([0, 1], [0]), ([0, 1, 1, 1], [0]), ([0, 1, 1], [2]), ([[0, 1, 1]], [0]), ([0, 2, 1], [0])]
+)
+def test_check_csc_matrix_of_another_size_is_refused(indptr, indices):
+    with pytest.raises(ConfigurationError, match="the graph: ind"):
+        check_csc("the graph", torch.tensor(indptr), torch.tensor(indices), num_targets=2, num_sources=2)
+    check_csc("the graph", torch.tensor([0, 1, 1]), torch.tensor([1]), num_targets=2, num_sources=2)
 
 
 @pytest.mark.parametrize("seed", [-1, 500])

@@ -50,6 +50,16 @@ def test_take_part_parts_together_are_the_graph():
     assert all(int(part[0][-1]) == len(part[1]) for part in parts)
 
 
+def test_take_part_is_a_copy():
+    """A view would keep all edges in memory, and change with them."""
+    partition = partition_graph(*GRAPH, PARTS, "ranges")
+    indptr, indices = (array.clone() for array in GRAPH)
+    _, own = take_part(partition, indptr, indices, 1)
+    expected = own.clone()
+    indices.zero_()
+    assert torch.equal(own, expected)
+
+
 def test_partition_graph_metis_cuts_no_edge_between_two_cliques():
     """Nodes alternate between the cliques, so ranges cut about half of the edges."""
     nodes = torch.arange(40)
@@ -78,9 +88,9 @@ def test_partition_graph_without_pymetis_takes_ranges_or_refuses(monkeypatch):
     ("indptr", "indices", "text"),
     [
         ([0, 1, 2], [0.0, 1.0], "must be int64"),
-        ([1, 2], [0], "must start with 0"),
+        ([1, 2], [0], "must ascend from 0"),
         ([0, 2, 1], [0], "must ascend"),
-        ([0, 1, 3], [0, 1], "must ascend to the number of edges, which is 2"),
+        ([0, 1, 3], [0, 1], "must ascend from 0 to the number of edges, which is 2"),
         ([0, 1, 2], [0, 2], r"indices must be in \[0, 2\)"),
         ([0, 1, 2], [0, -1], r"indices must be in \[0, 2\)"),
     ],
@@ -158,3 +168,13 @@ def test_load_partition_ids_that_are_no_permutation_are_refused(saved):
 
 def test_check_partition_accepts_its_graph():
     check_partition(partition_graph(*GRAPH, 2, "ranges"), *GRAPH)
+
+
+@pytest.mark.parametrize("damaged", [torch.tensor(3), torch.zeros(241), torch.empty(0, dtype=torch.int64)])
+@pytest.mark.parametrize("name", ["offsets", "old_ids"])
+def test_load_partition_damaged_array_is_refused(saved, name, damaged):
+    from safetensors.torch import load_file, save_file
+
+    save_file(load_file(saved / IDS) | {name: damaged}, saved / IDS)
+    with pytest.raises(ConfigurationError, match="damaged: its files do not fit"):
+        load_partition(saved, *GRAPH, PARTS)

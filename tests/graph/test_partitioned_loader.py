@@ -1,9 +1,12 @@
 """Batches from partitioned graphs: real ranks over gloo."""
 
+import gc
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,8 +18,10 @@ from hasten.core.errors import CollectiveTimeout, ConfigurationError, PeerFailur
 from hasten.distributed.collectives import all_reduce_gradients
 from hasten.graph import NeighborSampler
 from hasten.graph.features import InMemoryFeatures
+from hasten.graph.partitions.background import BackgroundProducer
 from hasten.graph.partitions.exchange import RankExchange
-from hasten.graph.partitions.partition import partition_graph
+from hasten.graph.partitions.loader import PartitionedLoader
+from hasten.graph.partitions.partition import partition_graph, take_part
 from hasten.graph.partitions.remote_features import RemoteFeatures
 from hasten.graph.partitions.sampler import HybridSampler, VanillaSampler
 from helpers.markers import first_quick, slow
@@ -68,10 +73,10 @@ def epoch(rank: int, world: int, scheme: str, **options) -> dict:
     return {"batches": batches, "rounds": rounds, "calls": calls, "length": len(loader)}
 
 
-@pytest.mark.parametrize(("world", "ahead"), [(2, 1), (4, 1), slow(2, 0), slow(4, 0)])
-def test_loader_hybrid_batch_takes_2_rounds_and_vanilla_2_per_layer(world, ahead):
+@pytest.mark.parametrize(("world", "prefetch_factor"), [(2, 1), (4, 1), slow(2, 0), slow(4, 0)])
+def test_loader_hybrid_batch_takes_2_rounds_and_vanilla_2_per_layer(world, prefetch_factor):
     def run(rank: int, scheme: str) -> dict:
-        return epoch(rank, world, scheme, ahead=ahead)
+        return epoch(rank, world, scheme, prefetch_factor=prefetch_factor)
 
     hybrid, vanilla = run_ranks(world, run, "hybrid"), run_ranks(world, run, "vanilla")
     assert [each["rounds"] for each in hybrid] == [2 * 4] * world
@@ -116,11 +121,11 @@ def test_loader_features_and_labels_equal_those_of_one_process(world):
             assert torch.equal(x, everything[n_id]) and torch.equal(y, partition.old_ids[n_id[: len(y)]] % 3)
 
 
-def losses(rank: int, world: int, scheme: str, ahead: int) -> list[float]:
+def losses(rank: int, world: int, scheme: str, prefetch_factor: int) -> list[float]:
     """Loss by step of a small GraphSAGE, its gradients averaged over the ranks."""
     start()
     torch.manual_seed(0)
-    loader = partitioned_loader(rank, world, scheme, ahead=ahead)
+    loader = partitioned_loader(rank, world, scheme, prefetch_factor=prefetch_factor)
     model = SmallGraphSage()
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
     curve = []
@@ -206,13 +211,14 @@ def seeds_of_rank_0(rank: int, first: int, end: int) -> torch.Tensor:
     return torch.arange(first, first + 30 * (1 - rank))
 
 
-def test_loader_rank_without_seeds_is_refused_where_batches_must_be_equal():
+@pytest.mark.parametrize("uneven", ["repeat", "drop"])
+def test_loader_rank_without_seeds_is_refused_where_batches_must_be_equal(uneven):
     def run(rank: int) -> None:
         start()
-        partitioned_loader(rank, 2, "hybrid", seeds_of=seeds_of_rank_0)
+        partitioned_loader(rank, 2, "hybrid", seeds_of=seeds_of_rank_0, uneven=uneven)
 
     errors = run_ranks(2, run)
-    assert all(isinstance(error, ConfigurationError) and "a rank has no seed nodes" in str(error) for error in errors)
+    assert all(isinstance(error, ConfigurationError) and "rank 1 has no seed nodes" in str(error) for error in errors)
 
 
 def test_loader_left_early_by_all_ranks_can_be_iterated_again():
@@ -225,6 +231,205 @@ def test_loader_left_early_by_all_ranks_can_be_iterated_again():
 
     for (batches, length), complete in zip(run_ranks(2, run), run_ranks(2, epoch, 2, "hybrid"), strict=True):
         assert len(batches) == length and all(map(same, batches, complete["batches"]))
+
+
+def second_loader(loader, **options):
+    """Another loader over the exchange of ``loader``."""
+    return PartitionedLoader(loader.sampler, loader.features, loader.labels, loader.seeds, 10, **options)
+
+
+@SCHEMES
+def test_loader_two_loaders_on_one_exchange_take_turns_or_are_refused(scheme):
+    def run(rank: int) -> tuple:
+        start()
+        loader = partitioned_loader(rank, 2, scheme)
+        other = second_loader(loader)
+        for number, _ in enumerate(loader):
+            if number == 1:
+                with pytest.raises(ConfigurationError) as refused:
+                    next(iter(other))
+        complete = [contents(batch) for batch in other]
+        next(iter(loader))  # left early: the other waits for it
+        other.set_epoch(0)
+        return number + 1, complete, [contents(batch) for batch in other], str(refused.value)
+
+    for batches, complete, again, text in run_ranks(2, run):
+        assert batches == len(complete) == 4 and all(map(same, complete, again))
+        assert text.startswith("a loader still exchanges data over this RankExchange; end its loop")
+
+
+def test_loader_two_loaders_without_prefetch_alternate():
+    def run(rank: int) -> tuple:
+        start()
+        loader = partitioned_loader(rank, 2, "vanilla", prefetch_factor=0)
+        pairs = zip(loader, second_loader(loader, prefetch_factor=0), strict=True)
+        return [(contents(first), contents(second)) for first, second in pairs]
+
+    for pairs in run_ranks(2, run):
+        assert len(pairs) == 4 and all(same(first, second) for first, second in pairs)
+
+
+def test_loader_left_early_leaves_no_thread():
+    def run(rank: int) -> list[str]:
+        start()
+        loader = partitioned_loader(rank, 2, "hybrid")
+        for _ in loader:
+            break
+        del loader
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "hasten-graph-exchange":
+                thread.join(10)
+        return [thread.name for thread in threading.enumerate()]
+
+    assert all("hasten-graph-exchange" not in names for names in run_ranks(2, run))
+
+
+def test_loader_iterator_of_a_closed_loader_ends_with_an_error():
+    def run(rank: int) -> str:
+        start()
+        loader = partitioned_loader(rank, 2, "hybrid")
+        batches = iter(loader)
+        next(batches)
+        loader.close()
+        with pytest.raises(ConfigurationError) as ended:
+            list(batches)
+        return str(ended.value)
+
+    assert all("its loader was closed" in text for text in run_ranks(2, run))
+
+
+def test_loader_own_error_that_no_batch_reported_is_raised_at_exit():
+    def run(rank: int) -> tuple:
+        start()
+        loader = partitioned_loader(rank, 1, "hybrid")
+        original = loader._make
+
+        def make(seeds, epoch):
+            if loader.exchange.rounds >= 2:  # the second batch
+                raise RuntimeError("an error of this rank")
+            return original(seeds, epoch)
+
+        loader._make = make
+        next(iter(loader))
+        with pytest.raises(RuntimeError) as error:
+            loader.close_at_exit()
+        loader.close()  # it is reported once
+        return str(error.value)
+
+    assert run_ranks(1, run) == ["an error of this rank"]
+
+
+def test_background_producer_raises_its_error_once():
+    def produce(index: int) -> int:
+        if index == 1:
+            raise RuntimeError("failed")
+        return index
+
+    producer = BackgroundProducer(produce, 3, 2)
+    producer.start()
+    assert producer.get() == 0
+    with pytest.raises(RuntimeError, match="failed"):
+        producer.get()
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="this iterator has ended"):
+            producer.get()
+    producer.stop()
+    producer.join()
+
+
+def test_hybrid_sampler_used_by_several_threads_draws_the_same():
+    graph = random_graph(20_000, 10)
+    sampler = HybridSampler(*graph, (5, 5, 5), seed=3)
+    seeds = torch.arange(20_000).split(1_000)
+    expected = [sampler.sample(part) for part in seeds]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(sampler.sample, seeds))
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.n_id, other.n_id) and torch.equal(one.edge_index, other.edge_index)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options_of", "text"),
+    [
+        ("hybrid", {"fanouts": lambda rank: (4, 3 + rank)}, "different fanouts: (4, 3) on rank 0, (4, 4) on rank 1"),
+        ("vanilla", {"fanouts": lambda rank: (4,) * (1 + rank)}, "different fanouts: (4,) on rank 0, (4, 4) on rank 1"),
+        (
+            "hybrid",
+            {"uneven": ["repeat", "keep"].__getitem__},
+            "uneven: 'repeat' on rank 0, 'keep' on rank 1",
+        ),
+        ("hybrid", {"prefetch_factor": [1, 0].__getitem__}, "different values of prefetch_factor: 1 on rank 0"),
+        ("hybrid", {"batch_size": [10, 0].__getitem__}, "batch_size must be at least 1 and prefetch_factor at least 0"),
+    ],
+)
+def test_loader_arguments_that_differ_or_are_wrong_on_one_rank_are_named_on_every_rank(scheme, options_of, text):
+    def run(rank: int) -> None:
+        start()
+        partitioned_loader(rank, 2, scheme, **{name: choose(rank) for name, choose in options_of.items()})
+
+    for error in run_ranks(2, run):
+        assert isinstance(error, ConfigurationError) and text in str(error) and "\n" not in str(error)
+
+
+def test_loader_graphs_that_differ_are_named_on_every_rank():
+    def run(rank: int) -> None:
+        start()
+        exchange = RankExchange(torch.tensor([0, 120, NODES]), 20)
+        features = RemoteFeatures(InMemoryFeatures(torch.zeros(120, 2)), exchange)
+        sampler = HybridSampler(*random_graph(seed=rank), (4,))
+        PartitionedLoader(sampler, features, torch.zeros(120), torch.arange(*exchange.bounds), 10)
+
+    assert all("the ranks have different graphs (checksums)" in str(error) for error in run_ranks(2, run))
+
+
+def test_loader_sampler_with_an_exchange_of_its_own_is_refused():
+    def run(rank: int) -> None:
+        start()
+        partition = partition_graph(*random_graph(), 2, "ranges")
+        exchange, other = (RankExchange(partition.offsets, 20) for _ in range(2))
+        features = RemoteFeatures(InMemoryFeatures(torch.zeros(120, 2)), exchange)
+        sampler = VanillaSampler(*take_part(partition, *random_graph(), rank), other, (4,))
+        PartitionedLoader(sampler, features, torch.zeros(120), torch.arange(*exchange.bounds), 10)
+
+    assert all("must have the same RankExchange" in str(error) for error in run_ranks(2, run))
+
+
+def test_rank_exchange_sends_ids_in_32_bits_where_the_graph_allows_it():
+    def run(rank: int) -> tuple:
+        start()
+        exchange = RankExchange(torch.tensor([0, 5, 9]), 20)
+        request = exchange.request(torch.arange(9))
+        counts = torch.full_like(request.ids, 2)
+        found = exchange.respond_ids(request, counts, request.ids.repeat_interleave(2))
+        return request.ids, found, exchange.sent_bytes
+
+    header = 2 * 8
+    for rank, (asked, (counts, ids), sent) in enumerate(run_ranks(2, run)):
+        own, other = (5, 4) if rank == 0 else (4, 5)
+        assert asked.dtype == ids.dtype == counts.dtype == torch.int64
+        assert len(asked) == own and counts.tolist() == [2] * other and len(ids) == 2 * other
+        assert sent == header + 4 * other + 4 * own + 4 * 2 * own
+
+
+@pytest.mark.parametrize(
+    "offsets", [torch.tensor([1, 5, 9]), torch.tensor([0, 5, 4]), torch.zeros(3), torch.zeros(1, 3)]
+)
+def test_rank_exchange_damaged_offsets_are_refused(offsets):
+    def run(rank: int) -> None:
+        start()
+        RankExchange(offsets)
+
+    assert all(isinstance(error, ConfigurationError) and "offsets" in str(error) for error in run_ranks(2, run))
+
+
+def test_rank_exchange_partitions_that_differ_are_named_on_every_rank():
+    def run(rank: int) -> None:
+        start()
+        RankExchange(torch.tensor([0, 5 + rank, 12]), 20)
+
+    for error in run_ranks(2, run):
+        assert "different offsets of the partition: [0, 5, 12] on rank 0, [0, 6, 12] on rank 1" in str(error)
 
 
 def test_loader_exchange_used_by_two_threads_is_refused():
@@ -319,7 +524,18 @@ def test_remote_features_of_different_width_are_refused():
         exchange = RankExchange(torch.tensor([0, 5, 9]), 20)
         RemoteFeatures(InMemoryFeatures(torch.zeros(5 - rank, 2 + rank)), exchange)
 
-    assert all("all ranks must have features of one width and dtype" in str(error) for error in run_ranks(2, run))
+    assert all("different widths of features: 2 on rank 0, 3 on rank 1" in str(error) for error in run_ranks(2, run))
+
+
+def test_remote_features_of_different_dtype_are_refused():
+    def run(rank: int) -> None:
+        start()
+        exchange = RankExchange(torch.tensor([0, 5, 10]), 20)
+        dtype = torch.int32 if rank else torch.float32  # of the same size
+        RemoteFeatures(InMemoryFeatures(torch.zeros(5, 2, dtype=dtype)), exchange)
+
+    for error in run_ranks(2, run):
+        assert "different dtypes of features: 'torch.float32' on rank 0, 'torch.int32' on rank 1" in str(error)
 
 
 def test_rank_exchange_partition_for_another_number_of_ranks_is_refused():
@@ -342,6 +558,38 @@ def test_vanilla_sampler_edges_of_another_part_are_refused():
         VanillaSampler(torch.zeros(4, dtype=torch.int64), torch.empty(0, dtype=torch.int64), exchange, [2])
 
     assert "rank 0 owns 5 nodes, but got edges of 3; pass the result of take_part" in str(run_ranks(2, run)[0])
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "text"),
+    [
+        ([0, 0, 0, 0, 1], [0.0], "indices must be int64"),
+        ([0, 0, 0, 0, 2], [0], "indptr must ascend from 0 to the number of edges, which is 1"),
+        ([0, 0, 0, 0, 1], [9], r"indices must be in [0, 9), the ids of the nodes; got 9"),
+        ([0, 0, 0, 0, 1], [-1], r"indices must be in [0, 9), the ids of the nodes; got -1"),
+    ],
+)
+def test_vanilla_sampler_damaged_edges_of_one_rank_are_refused_on_every_rank(indptr, indices, text):
+    def run(rank: int) -> None:
+        start()
+        own = torch.tensor(indptr), torch.tensor(indices)
+        good = torch.zeros(6, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        VanillaSampler(*(own if rank else good), RankExchange(torch.tensor([0, 5, 9]), 20), [2])
+
+    first, second = run_ranks(2, run)
+    assert text in str(second) and str(first) == f"rank 1 failed: {second}"
+
+
+def test_vanilla_sampler_seeds_of_another_rank_are_refused():
+    def run(rank: int) -> None:
+        start()
+        partition = partition_graph(*random_graph(), 2, "ranges")
+        sampler = VanillaSampler(
+            *take_part(partition, *random_graph(), rank), RankExchange(partition.offsets, 20), (4,)
+        )
+        sampler.sample(torch.tensor([119, 120]))
+
+    assert "must be its own, 0 to 120 (exclusive)" in str(run_ranks(2, run)[0])
 
 
 END_EARLY = """

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hasten.core.errors import ConfigurationError, format_error
+from hasten.graph.sampling.checks import out_of_range
 
 
 class FeatureSource(ABC):
@@ -80,10 +81,12 @@ class MemoryMappedFeatures(FeatureSource):
     def __init__(self, path: str | Path, num_nodes: int | None = None, first: int = 0, end: int | None = None):
         try:
             array = numpy.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of a damaged header, numpy.load raises errors of many types
             raise ConfigurationError(f"{path} is not a readable .npy file: {format_error(error)}") from None
         if not isinstance(array, numpy.ndarray):
             raise ConfigurationError(f"{path} is an archive of arrays; save one array with numpy.save")
+        if array.ndim != 2:
+            raise ConfigurationError(f"{path} must have two dimensions (nodes, width); it has shape {array.shape}")
         end = len(array) if end is None else end
         if not 0 <= first <= end <= len(array):
             raise ConfigurationError(f"{path} has {len(array)} rows; got first={first}, end={end}")
@@ -121,11 +124,7 @@ def check_node_ids(node_ids: Tensor, num_nodes: int, name: str = "node ids") -> 
     if node_ids.dtype != torch.int64 or node_ids.ndim != 1:
         shape = tuple(node_ids.shape)
         raise ConfigurationError(f"{name} must be int64 of one dimension; got {node_ids.dtype} of shape {shape}")
-    if not len(node_ids):
-        return
-    low, high = (int(value) for value in torch.aminmax(node_ids))
-    if low < 0 or high >= num_nodes:
-        wrong = low if low < 0 else high
+    if (wrong := out_of_range(node_ids, num_nodes)) is not None:
         raise ConfigurationError(f"{name} must be in [0, {num_nodes}); got {wrong}: is it an id of another graph?")
 
 

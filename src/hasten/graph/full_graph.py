@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError
+from hasten.graph.sampling.checks import out_of_range
 from hasten.utils.batch import batch_tensors, map_tensors
 
 
@@ -66,7 +67,6 @@ def _seed_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
         nodes = nodes.nonzero().flatten()
     if nodes.ndim != 1 or nodes.is_floating_point() or not len(nodes):
         raise ConfigurationError(f"FullGraph(nodes=) must select at least one node, not {nodes!r:.80}")
-    if int(nodes.min()) < 0 or int(nodes.max()) >= num_nodes:
-        found = f"found {int(nodes.min())} to {int(nodes.max())}"
-        raise ConfigurationError(f"FullGraph(nodes=) must be numbers from 0 to {num_nodes - 1}; {found}")
+    if (wrong := out_of_range(nodes, num_nodes)) is not None:
+        raise ConfigurationError(f"FullGraph(nodes=) must be numbers from 0 to {num_nodes - 1}; found {wrong}")
     return nodes.long()

@@ -15,6 +15,7 @@ from hasten.core.errors import ConfigurationError
 
 CHUNK = 2**20  # edges drawn at a time
 QUADRANTS = (0.57, 0.19, 0.19, 0.05)  # of the Graph 500 benchmark
+MIN_PROBABILITY = 1e-3  # of a quadrant: nearly all edges would be self loops, which are drawn again
 MAX_NODES = 2**31
 
 
@@ -48,7 +49,7 @@ def rmat(
         num_edges: edges, each in one direction.
         num_features: width of ``x``.
         num_classes: classes of ``y``.
-        quadrants: probabilities of the quadrants (upper left, upper right, lower left, lower right).
+        quadrants: probabilities of the quadrants (upper left, upper right, lower left, lower right), at least 0.001.
         noise: standard deviation of the features around the mean of their class.
         seed: of all random numbers.
 
@@ -56,8 +57,10 @@ def rmat(
         ConfigurationError: a size is out of range, or the probabilities do not sum to 1.
     """
     _check_sizes(num_nodes, num_edges, num_features, num_classes)
-    if len(quadrants) != 4 or min(quadrants) <= 0 or abs(sum(quadrants) - 1) > 1e-6:
-        raise ConfigurationError(f"quadrants must be four positive probabilities that sum to 1, not {quadrants}")
+    possible = len(quadrants) == 4 and all(quadrant >= MIN_PROBABILITY for quadrant in quadrants)
+    if not possible or not abs(sum(quadrants) - 1) <= 1e-6:
+        expected = f"four probabilities of at least {MIN_PROBABILITY:g} that sum to 1"
+        raise ConfigurationError(f"quadrants must be {expected}, not {quadrants}")
     rng = numpy.random.default_rng(seed)
     levels = (num_nodes - 1).bit_length()
     upper = quadrants[0] + quadrants[1]

@@ -15,8 +15,8 @@ def _prefetch(typing_context, array, position):
         struct = context.make_array(signature.args[0])(context, builder, arguments[0])
         number, byte_pointer = ir.IntType(32), ir.IntType(8).as_pointer()
         pointer = builder.bitcast(builder.gep(struct.data, [arguments[1]]), byte_pointer)
-        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        signature_type = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, signature_type, "llvm.prefetch.p0i8")
         builder.call(function, [pointer, number(0), number(3), number(1)])  # a read, for all cache levels, of data
         return context.get_dummy_value()
 

@@ -86,7 +86,7 @@ def collate_of(loader: Any) -> Callable[[list[Any]], Any]:
 
     The loaders of PyTorch Geometric sample in ``collate_fn`` and fetch features after it; called they do both.
     """
-    return loader if _sampler(loader) is not None else loader.collate_fn
+    return loader if graph_sampler(loader) is not None else loader.collate_fn
 
 
 def sampling_and_fetch(collate: Any) -> tuple[Callable[[list[Any]], Any], Callable[[Any], Any]] | None:
@@ -102,12 +102,13 @@ def sampling_and_fetch(collate: Any) -> tuple[Callable[[list[Any]], Any], Callab
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tells the graph sampler of a DataLoader, or of its collate function, which epoch begins."""
     for owner in (loader, getattr(loader, "collate_fn", None)):
-        sampler = _sampler(owner)
+        sampler = graph_sampler(owner)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
-def _sampler(loader: Any) -> Any:
+def graph_sampler(loader: Any) -> Any:
+    """The sampler of a loader of PyTorch Geometric; None for any other."""
     return getattr(loader, "node_sampler", None) or getattr(loader, "link_sampler", None)
 
 

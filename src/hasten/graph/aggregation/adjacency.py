@@ -7,6 +7,7 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
+from hasten.graph.sampling.checks import out_of_range
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -94,10 +95,9 @@ def _check_integer(**tensors: torch.Tensor) -> None:
             raise ConfigurationError(f"{name} is of type {dtype}; expected integers: node ids or positions")
 
 
-def _check_range(kind: str, nodes: torch.Tensor, bound: int) -> None:
-    if nodes.numel() and (int(nodes.min()) < 0 or int(nodes.max()) >= bound):
-        wrong = nodes[(nodes < 0) | (nodes >= bound)][0]
-        raise ConfigurationError(f"{kind} {int(wrong)} of an edge is out of range: there are {bound} {kind} nodes")
+def _check_range(end: str, nodes: torch.Tensor, bound: int) -> None:
+    if (wrong := out_of_range(nodes, bound)) is not None:
+        raise ConfigurationError(f"{end} {wrong} of an edge is out of range: there are {bound} {end} nodes")
 
 
 def _check_pointers(indptr: torch.Tensor, indices: torch.Tensor) -> None:

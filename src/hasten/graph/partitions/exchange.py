@@ -4,11 +4,11 @@ A round is one message from every rank to every other. A request takes two colle
 how much they will receive: the sizes, then the ids. A response of known size takes one call.
 """
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from hasten._torch_compat import peer_failure
 from hasten.core.errors import CollectiveTimeout, ConfigurationError, PeerFailure
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
+from hasten.graph.partitions.background import BackgroundProducer
 
 LOST = "another rank ended during an exchange of graph data; its own output has the cause"
 
@@ -46,7 +47,8 @@ class RankExchange:
     """Exchanges over a gloo process group of its own, so that its messages never mix with those of the training.
 
     All ranks must create it at the same point of the program, and call its methods in the same order. Only one thread
-    may use it at a time.
+    may use it at a time: while a loader fetches batches in the background, any other use is refused, since the ranks
+    would exchange in different orders. A loader that was left early, or has asked for its last batch, is waited for.
 
     Args:
         offsets: int64, of shape (ranks + 1,): rank r owns the ids ``offsets[r]`` to ``offsets[r + 1]`` (exclusive).
@@ -56,11 +58,10 @@ class RankExchange:
         rounds: number of rounds so far.
         calls: number of collective calls so far.
         sent_bytes: bytes that this rank sent to others so far.
-        holder: identifier of the only thread that may use it, where a loader fetches batches in the background: with
-            two threads, the ranks would exchange in different orders.
 
     Raises:
-        ConfigurationError: there is no default process group, or the partition is for another number of ranks.
+        ConfigurationError: there is no default process group, the partition is for another number of ranks, or the
+            partitions of the ranks differ.
     """
 
     def __init__(self, offsets: Tensor, timeout: float = DEFAULT_TIMEOUT_S):
@@ -68,14 +69,13 @@ class RankExchange:
             advice = "call torch.distributed.init_process_group first, in processes started by torchrun"
             raise ConfigurationError(f"features in other ranks require a process group; {advice}")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        if len(offsets) - 1 != self.world_size:
-            parts = len(offsets) - 1
-            raise ConfigurationError(f"the partition has {parts} parts, but there are {self.world_size} ranks")
         self.offsets, self.timeout = offsets, timeout
         self.rounds = self.calls = self.sent_bytes = 0
-        self.holder: int | None = None
+        self._holder: BackgroundProducer[Any] | None = None
         with self._peer_errors():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.agree({"offsets of the partition": offsets.tolist()}, self._check_offsets)
+        self._id_dtype = torch.int32 if int(offsets[-1]) < 2**31 else torch.int64  # of ids in messages
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class RankExchange:
         header = torch.stack([sent, torch.full_like(sent, key)], 1)
         headers = self._all_to_all(header, [1] * self.world_size, [1] * self.world_size)
         received = headers[:, 0].tolist()
-        asked = self._all_to_all(ids[order], sent.tolist(), received)
+        asked = self._all_to_all_ids(ids[order], sent.tolist(), received)
         self.rounds += 1
         return Request(order, is_own.nonzero().flatten(), sent.tolist(), asked, received, headers[:, 1])
 
@@ -114,25 +114,68 @@ class RankExchange:
         self.rounds += 1
         return self._all_to_all(rows, request.received, request.sent)
 
-    def respond_varying(self, request: Request, counts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``respond``, ``counts[i]`` rows for id number i. One round: two collective calls.
+    def respond_ids(self, request: Request, counts: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``respond``, ``counts[i]`` ids of nodes for id number i. One round: two collective calls.
 
         Returns:
-            The counts, and the rows of all ids one after the other, both in the order of ``request.order``.
+            The counts, and the ids of all one after the other, both int64, in the order of ``request.order``.
         """
-        found = self._all_to_all(counts, request.received, request.sent)
+        found = self._all_to_all_ids(counts, request.received, request.sent)
         sent = [int(part.sum()) for part in counts.split(request.received)]
         expected = [int(part.sum()) for part in found.split(request.sent)]
         self.rounds += 1
-        return found, self._all_to_all(rows, sent, expected)
+        return found, self._all_to_all_ids(ids, sent, expected)
 
-    def max_and_min(self, number: int) -> tuple[int, int]:
-        """The largest and the smallest number that a rank passes. One collective call, which counts as no round."""
-        values = torch.tensor([number, -number])
+    def agree(self, settings: Mapping[str, Any], check: Callable[[], None]) -> None:
+        """Compares settings that must be equal on all ranks, and calls ``check``, before the ranks act on them.
+
+        A rank that raised an error alone would leave the others waiting. One collective operation, which counts as no
+        round.
+
+        Args:
+            settings: by name; values that pickle.
+            check: raises ConfigurationError if the arguments of this rank are wrong.
+
+        Raises:
+            ConfigurationError: on every rank, if ``check`` failed on one rank or a setting differs.
+        """
+        problem = None
+        try:
+            check()
+        except ConfigurationError as error:
+            problem = str(error)
+        found = self.gather((dict(settings), problem))
+        if problem is not None:
+            raise ConfigurationError(problem)
+        for rank, (_, other_problem) in enumerate(found):
+            if other_problem is not None:
+                raise ConfigurationError(f"rank {rank} failed: {other_problem}")
+        for name, first in found[0][0].items():
+            for rank, (other, _) in enumerate(found):
+                if other.get(name) != first:
+                    values = f"{first!r:.80} on rank 0, {other.get(name)!r:.80} on rank {rank}"
+                    raise ConfigurationError(f"the ranks have different {name}: {values}; pass the same on every rank")
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank; they must pickle. One collective operation, which counts as no round."""
+        values: list[Any] = [None] * self.world_size
         self._check_holder()
         with self._peer_errors():
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
-        return int(values[0]), -int(values[1])
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def reserve(self, producer: BackgroundProducer[Any]) -> None:
+        """Reserves the exchange for the thread of ``producer``, which has not started, until that thread ends.
+
+        Raises:
+            ConfigurationError: the thread of another producer exchanges data, and ends at no known point.
+        """
+        self._check_holder()
+        self._holder = producer
+
+    def _all_to_all_ids(self, ids: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """As ``_all_to_all`` for ids or numbers of edges, int64, in 32 bits where the graph allows it."""
+        return self._all_to_all(ids.to(self._id_dtype), sent, received).long()
 
     def _all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Sends ``sent[r]`` rows to rank r, and returns the ``received[r]`` rows that each rank sent to this one."""
@@ -146,9 +189,25 @@ class RankExchange:
         return result
 
     def _check_holder(self) -> None:
-        if self.holder not in (None, threading.get_ident()):
+        holder = self._holder
+        if holder is None or holder.is_current_thread:
+            return
+        if not holder.will_end:
             advice = "end its loop, call its close(), or take another RankExchange"
             raise ConfigurationError(f"a loader still exchanges data over this RankExchange; {advice}")
+        self._holder = None
+        holder.join()
+
+    def _check_offsets(self) -> None:
+        offsets = self.offsets
+        if offsets.ndim != 1 or offsets.dtype != torch.int64:
+            shape = tuple(offsets.shape)
+            raise ConfigurationError(f"offsets must be int64 of one dimension; got {offsets.dtype} of shape {shape}")
+        if len(offsets) - 1 != self.world_size:
+            parts = len(offsets) - 1
+            raise ConfigurationError(f"the partition has {parts} parts, but there are {self.world_size} ranks")
+        if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+            raise ConfigurationError(f"the offsets of a partition must ascend from 0; got {offsets.tolist()!r:.80}")
 
     @contextmanager
     def _peer_errors(self) -> Iterator[None]:
@@ -156,10 +215,10 @@ class RankExchange:
         try:
             yield
         except RuntimeError as error:
-            kind = peer_failure(error)
-            if kind == "timeout":
+            failure = peer_failure(error)
+            if failure == "timeout":
                 raise CollectiveTimeout(self.timeout) from error
-            if kind == "gone":
+            if failure == "gone":
                 raise PeerFailure(LOST) from error
             raise
 

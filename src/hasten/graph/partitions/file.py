@@ -64,11 +64,12 @@ def load_partition(directory: str | Path, indptr: Tensor, indices: Tensor, num_p
 
 def _check_files(directory: Path, described: Any, arrays: dict[str, Tensor]) -> None:
     """Raises ConfigurationError unless the two files are complete and belong together."""
-    complete = isinstance(described, dict) and all(isinstance(described.get(k), kind) for k, kind in FIELDS.items())
+    complete = isinstance(described, dict) and all(isinstance(described.get(k), type_) for k, type_ in FIELDS.items())
     if not complete or described["format"] != FORMAT or arrays.keys() != {"offsets", "old_ids"}:
         raise ConfigurationError(f"{directory} has no partition that this version of hasten reads; make a new one")
     offsets, old_ids = arrays["offsets"], arrays["old_ids"]
-    belongs = len(offsets) == described["num_parts"] + 1 and len(old_ids) == described["num_nodes"]
+    are_ids = all(array.dtype == torch.int64 and array.ndim == 1 and len(array) for array in (offsets, old_ids))
+    belongs = are_ids and len(offsets) == described["num_parts"] + 1 and len(old_ids) == described["num_nodes"]
     ranges = belongs and offsets[0] == 0 and offsets[-1] == len(old_ids) and bool((offsets.diff() >= 0).all())
     if not ranges or not old_ids.sort().values.equal(torch.arange(len(old_ids))):
         raise ConfigurationError(f"the partition in {directory} is damaged: its files do not fit; make a new one")

@@ -1,4 +1,4 @@
-"""Batches of a graph whose features and labels are partitioned among ranks, fetched while earlier ones are trained on.
+"""Batches of a graph whose features and labels are partitioned among ranks, prefetched in a thread.
 
 Hybrid partitioning of FastSample (arXiv 2311.17847): with the graph on every rank a batch costs two rounds, where the
 usual partitioning (``VanillaSampler``) costs two rounds a layer.
@@ -15,11 +15,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, PeerFailure
 from hasten.graph.features import check_node_ids
 from hasten.graph.partitions.background import BackgroundProducer
 from hasten.graph.partitions.remote_features import RemoteFeatures
-from hasten.graph.partitions.sampler import PartitionedSampler, SampledNeighborhood
+from hasten.graph.partitions.sampler import PartitionedSampler, SampledNeighborhood, VanillaSampler
 from hasten.graph.sampling import kernels
 
 Uneven = Literal["repeat", "drop", "keep"]
@@ -50,7 +50,7 @@ class PartitionedBatch:
 
 
 class PartitionedLoader:
-    """Iterates over this rank's seed nodes in batches. A collective: all ranks iterate together.
+    """Iterates over this rank's seed nodes in batches. A collective: all ranks create it and iterate together.
 
     Args:
         sampler: ``HybridSampler``, or ``VanillaSampler`` on the exchange of the features.
@@ -59,15 +59,17 @@ class PartitionedLoader:
         seeds: int64: distinct nodes that this rank owns.
         batch_size: seeds per batch.
         shuffle: whether each epoch has another order, drawn from (seed of the sampler, epoch, rank).
-        ahead: batches fetched while the training works on an earlier one; 0 fetches each when it is asked for.
+        prefetch_factor: batches fetched while the training works on an earlier one; 0 fetches each when it is read.
         uneven: what happens where ranks have different numbers of batches. "repeat": ranks with fewer batches repeat
             their first ones. "drop": ranks with more batches leave out their last ones, others in each epoch. "keep":
             each rank yields its own batches; a rank that has no more answers the others in the background, and the
             training must allow for it (``torch.distributed.algorithms.Join``).
 
     Raises:
-        ConfigurationError: a seed is not this rank's own or occurs twice, labels of another length than own nodes, a
-            batch size below 1, or a rank without seeds, unless ``uneven`` is "keep".
+        ConfigurationError: on every rank, if on one a seed is not its own or occurs twice, labels have another length
+            than its nodes, the batch size is below 1, or there are no seeds, unless ``uneven`` is "keep"; or if the
+            ranks' graphs, fanouts, ``uneven``, ``prefetch_factor`` or seeds of the sampler differ. From the iterator,
+            if another loader fetches batches over the same exchange: end its loop, or create an exchange for each.
     """
 
     def __init__(
@@ -78,20 +80,21 @@ class PartitionedLoader:
         seeds: Tensor,
         batch_size: int,
         shuffle: bool = True,
-        ahead: int = 1,
+        prefetch_factor: int = 1,
         uneven: Uneven = "repeat",
     ):
         self.sampler, self.features, self.labels, self.seeds = sampler, features, labels, seeds
-        self.batch_size, self.shuffle, self.ahead, self.uneven = batch_size, shuffle, ahead, uneven
+        self.batch_size, self.shuffle, self.prefetch_factor, self.uneven = batch_size, shuffle, prefetch_factor, uneven
         self.exchange = features.exchange
-        self._check()
+        settings = {"values of uneven": uneven, "values of prefetch_factor": prefetch_factor} | sampler.shared_settings
+        self.exchange.agree(settings, self._check)
         self.epoch = 0
         self._own_batches = -(-len(seeds) // batch_size)
-        self._exchanged_batches, fewest = self.exchange.max_and_min(self._own_batches)
-        if uneven == "drop":
-            self._exchanged_batches = fewest
-        if uneven != "keep" and not fewest and self._exchanged_batches:
-            raise ConfigurationError("a rank has no seed nodes; use uneven='keep' or a partition that balances them")
+        by_rank = self.exchange.gather(self._own_batches)
+        self._exchanged_batches = min(by_rank) if uneven == "drop" else max(by_rank)
+        if uneven != "keep" and max(by_rank) and not min(by_rank):
+            advice = "use uneven='keep', or a partition that balances them"
+            raise ConfigurationError(f"rank {by_rank.index(0)} has no seed nodes; {advice}")
         self._producer: BackgroundProducer[PartitionedBatch] | None = None
         _close_at_exit(self)
 
@@ -106,46 +109,53 @@ class PartitionedLoader:
     def __iter__(self) -> Iterator[PartitionedBatch]:
         self.close()
         batches, epoch = self._batches_of(self.epoch), self.epoch
-        self.epoch += 1
         nothing = self.seeds[:0]
 
         def make(index: int) -> PartitionedBatch:
             return self._make(batches[index] if index < len(batches) else nothing, epoch)
 
-        if not self.ahead:
+        if not self.prefetch_factor:
+            self.epoch += 1
             for index in range(self._exchanged_batches):
                 batch = make(index)
                 if index < len(self):
                     yield batch
             return
-        self._producer = producer = BackgroundProducer(make, self._exchanged_batches, self.ahead)
-        self.exchange.holder = producer.thread_id
-        for _ in range(len(self)):
-            yield producer.get()
-        producer.permit_all()
-        if len(self) == self._exchanged_batches:  # else this rank still answers the others
+        producer = BackgroundProducer(make, self._exchanged_batches, self.prefetch_factor)
+        self.exchange.reserve(producer)
+        self.epoch += 1
+        self._producer = producer
+        producer.start()
+        try:
+            for _ in range(len(self)):
+                yield producer.get()
+            producer.permit_all()
+        finally:
+            producer.stop()  # where the loop is left early: a thread that waits for permission would never end
+        if len(self) == self._exchanged_batches and self._producer is producer:  # else it still answers other ranks
             self.close()
 
     def close(self) -> None:
         """Waits for the exchanges that the last epoch began.
 
-        Call it before the process group is destroyed, and before the exchange is used after a loop that was left early.
+        Call it before the process group is destroyed after a loop that was left early.
         """
         producer, self._producer = self._producer, None
         if producer is not None:
-            try:
-                producer.finish()
-            finally:
-                self.exchange.holder = None
+            producer.stop()
+            producer.join()
 
     def close_at_exit(self) -> None:
         """As ``close``. After an epoch that was left early, or failed, it waits for other ranks a short time only.
 
         A thread that returns from a collective while Python ends would abort the process.
         """
-        if self._producer is not None:
-            with suppress(RuntimeError):  # another rank has failed: it reports the cause, and this one is at its end
-                self._producer.finish(None if self._producer.is_fully_permitted else EXIT_WAIT_S)
+        producer = self._producer
+        if producer is not None:
+            wait = None if producer.is_fully_permitted else EXIT_WAIT_S
+            producer.stop()
+            with suppress(PeerFailure):  # another rank has failed: it reports the cause, and this one is at its end
+                producer.join(wait)
 
     def _batches_of(self, epoch: int) -> list[Tensor]:
         """The seeds of each batch that this rank yields in an epoch."""
@@ -171,9 +181,11 @@ class PartitionedLoader:
     def _check(self) -> None:
         first, end = self.exchange.bounds
         rank = f"rank {self.exchange.rank}"
-        if self.batch_size < 1 or self.ahead < 0:
-            given = f"got {self.batch_size} and {self.ahead}"
-            raise ConfigurationError(f"batch_size must be at least 1 and ahead at least 0; {given}")
+        if self.batch_size < 1 or self.prefetch_factor < 0:
+            given = f"got {self.batch_size} and {self.prefetch_factor}"
+            raise ConfigurationError(f"batch_size must be at least 1 and prefetch_factor at least 0; {given}")
+        if isinstance(self.sampler, VanillaSampler) and self.sampler.exchange is not self.exchange:
+            raise ConfigurationError("the sampler and the features must have the same RankExchange")
         if self.uneven not in ("repeat", "drop", "keep"):
             raise ConfigurationError(f"uneven must be repeat, drop or keep; got {self.uneven!r}")
         if len(self.labels) != end - first:

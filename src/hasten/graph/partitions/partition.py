@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hasten.core.errors import ConfigurationError
+from hasten.graph.sampling.checks import check_csc
 
 Algorithm = Literal["auto", "metis", "ranges"]
 CHECKSUM_CHUNK = 1 << 22  # ids converted to int64 at once
@@ -112,7 +113,8 @@ def take_part(partition: GraphPartition, indptr: Tensor, indices: Tensor, part: 
     """The edges into the nodes of one part of a relabeled graph: an indptr of its own, and indices with all ids."""
     first, end = partition.bounds(part)
     own = indptr[first : end + 1]
-    return own - own[0], indices[int(own[0]) : int(own[-1])]
+    # a copy: a view would keep all edges in memory, and change with them
+    return own - own[0], indices[int(own[0]) : int(own[-1])].clone()
 
 
 def edge_cut(partition: GraphPartition, indptr: Tensor, indices: Tensor) -> float:
@@ -139,17 +141,16 @@ def check_partition(partition: GraphPartition, indptr: Tensor, indices: Tensor) 
         )
 
 
-def check_graph(indptr: Tensor, indices: Tensor) -> None:
-    """Raises ConfigurationError unless the arrays are a graph in CSC form."""
-    if indptr.dtype != torch.int64 or indices.dtype != torch.int64:
-        raise ConfigurationError(f"indptr and indices must be int64; got {indptr.dtype} and {indices.dtype}")
-    if indptr.ndim != 1 or indices.ndim != 1 or not len(indptr) or int(indptr[0]) != 0:
-        raise ConfigurationError("indptr and indices must have one dimension, and indptr must start with 0")
-    if int(indptr[-1]) != len(indices) or bool((indptr.diff() < 0).any()):
-        raise ConfigurationError(f"indptr must ascend to the number of edges, which is {len(indices)}")
-    low, high = (int(value) for value in torch.aminmax(indices)) if len(indices) else (0, -1)
-    if low < 0 or high >= len(indptr) - 1:
-        raise ConfigurationError(f"indices must be in [0, {len(indptr) - 1}), the ids of the nodes")
+def check_graph(indptr: Tensor, indices: Tensor, num_sources: int | None = None) -> None:
+    """Raises ConfigurationError unless the arrays are a graph in CSC form.
+
+    ``num_sources``: nodes of the whole graph, where ``indptr`` has those of a part.
+    """
+    for name, array in (("indptr", indptr), ("indices", indices)):
+        if array.dtype != torch.int64:
+            raise ConfigurationError(f"the graph: {name} must be int64, not {array.dtype}")
+    num_targets = max(indptr.numel() - 1, 0)
+    check_csc("the graph", indptr, indices, num_targets, num_targets if num_sources is None else num_sources)
 
 
 def graph_checksum(indptr: Tensor, indices: Tensor) -> int:

@@ -11,31 +11,21 @@ from hasten.graph.partitions.exchange import RankExchange
 class RemoteFeatures(FeatureSource):
     """The features of all nodes, of which this rank holds those that it owns.
 
-    ``rows`` is a collective of two rounds, request and response, in three collective calls: all ranks must call it
-    equally often. Ids may be empty.
+    All ranks must create it together. ``rows`` is a collective of two rounds, request and response, in three collective
+    calls: all ranks must call it equally often. Ids may be empty.
 
     Args:
         local: the rows of the nodes that this rank owns, in the order of their ids.
         exchange: who owns which id, and the process group.
 
     Raises:
-        ConfigurationError: ``local`` has another number of rows than this rank has nodes, or the ranks' features differ
-            in width or dtype.
+        ConfigurationError: on every rank, if the ``local`` of one has another number of rows than this rank has nodes,
+            or the ranks' features differ in width or dtype.
     """
 
     def __init__(self, local: FeatureSource, exchange: RankExchange):
-        first, end = exchange.bounds
-        if len(local) != end - first:
-            owned = f"rank {exchange.rank} owns {end - first} nodes ({first} to {end}, exclusive)"
-            advice = "pass the rows of its own nodes"
-            raise ConfigurationError(f"{owned}, but its features have {len(local)} rows; {advice}")
-        row_bytes = local.width * local.dtype.itemsize
-        widest, narrowest = exchange.max_and_min(row_bytes)
-        if widest != narrowest:
-            advice = "all ranks must have features of one width and dtype"
-            has = f"width {local.width} and dtype {local.dtype}"
-            raise ConfigurationError(f"rank {exchange.rank} has features of {has}; {advice}")
         self.local, self.exchange = local, exchange
+        exchange.agree({"widths of features": local.width, "dtypes of features": str(local.dtype)}, self._check)
 
     def rows(self, node_ids: Tensor) -> Tensor:
         check_node_ids(node_ids, len(self))
@@ -57,3 +47,10 @@ class RemoteFeatures(FeatureSource):
     @property
     def dtype(self) -> torch.dtype:
         return self.local.dtype
+
+    def _check(self) -> None:
+        first, end = self.exchange.bounds
+        if len(self.local) != end - first:
+            owned = f"rank {self.exchange.rank} owns {end - first} nodes ({first} to {end}, exclusive)"
+            advice = "pass the rows of its own nodes"
+            raise ConfigurationError(f"{owned}, but its features have {len(self.local)} rows; {advice}")

@@ -7,6 +7,8 @@ is also that of ``hasten.graph.NeighborSampler`` with the same seed.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy
 import torch
@@ -15,10 +17,14 @@ from torch import Tensor
 from hasten.core.errors import ConfigurationError
 from hasten.graph.features import check_node_ids
 from hasten.graph.partitions.exchange import RankExchange
-from hasten.graph.partitions.partition import check_graph
+from hasten.graph.partitions.partition import check_graph, graph_checksum
 from hasten.graph.sampling import kernels
-from hasten.graph.sampling.hops import EdgeMatrix, hop_key, sample_hop
-from hasten.graph.sampling.numbering import NodeTable, Numbering
+from hasten.graph.sampling.checks import check_fanouts
+from hasten.graph.sampling.hops import EdgeMatrix, hop_key, sample, sample_hop
+from hasten.graph.sampling.numbering import NodeTablePool, Numbering
+
+NODE = ""  # the only type of nodes
+EDGE = (NODE, "", NODE)
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class SampledNeighborhood:
 
 
 class PartitionedSampler(ABC):
-    """Samples hop by hop; subclasses differ in where the edges into a node are.
+    """Samples around seed nodes; subclasses differ in where the edges into a node are.
 
     Args:
         num_nodes: of the whole graph.
@@ -48,10 +54,15 @@ class PartitionedSampler(ABC):
     """
 
     def __init__(self, num_nodes: int, fanouts: Sequence[int], seed: int = 0):
-        if not fanouts or any(fanout < -1 for fanout in fanouts):
-            raise ConfigurationError(f"fanouts must be numbers from -1 (all), one for each hop; got {list(fanouts)}")
+        _check_fanouts(fanouts)
         self.num_nodes, self.fanouts, self.seed = num_nodes, tuple(fanouts), seed
-        self._table = NodeTable(num_nodes)
+        self._tables = NodeTablePool({NODE: num_nodes})
+
+    @property
+    def shared_settings(self) -> dict[str, Any]:
+        """What must be equal on all ranks, by name."""
+        scheme = {"samplers": type(self).__name__}
+        return scheme | {"numbers of nodes": self.num_nodes, "fanouts": self.fanouts, "seeds of the sampler": self.seed}
 
     def sample(self, seeds: Tensor, epoch: int = 0) -> SampledNeighborhood:
         """Samples around seed nodes: a function of (seed, epoch, seeds).
@@ -64,28 +75,16 @@ class PartitionedSampler(ABC):
             ConfigurationError: a seed is out of range.
         """
         check_node_ids(seeds, self.num_nodes, "seed nodes")
-        key = self._key(seeds, epoch)
-        numbering = Numbering(seeds.numpy(), self._table)
-        rows, cols, first = [], [], 0
-        for hop, fanout in enumerate(self.fanouts):
-            nodes = numbering.by_hop[hop]
-            sources, counts = self._draw(nodes, fanout, hop_key(key, hop, 0), hop)
-            cols.append(numpy.repeat(numpy.arange(first, first + len(nodes)), counts))
-            numbering.number(sources)
-            rows.append(sources)
-            first += len(nodes)
-            numbering.end_hop()
-        edge_index = torch.from_numpy(numpy.stack([numpy.concatenate(rows), numpy.concatenate(cols)]))
-        by_hop = [len(nodes) for nodes in numbering.by_hop]
-        return SampledNeighborhood(torch.from_numpy(numbering.nodes()), edge_index, by_hop, [len(row) for row in rows])
+        with self._tables.borrow() as tables:
+            return self._sample(Numbering(seeds.numpy(), tables[NODE]), self._key(seeds, epoch))
 
     def _key(self, seeds: Tensor, epoch: int) -> int:
         key = kernels.key_of(numpy.uint64(self.seed % 2**64), numpy.array([epoch]))
         return int(kernels.key_of(numpy.uint64(key), seeds.numpy()))
 
     @abstractmethod
-    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int, hop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """The sources of the edges drawn into ``nodes`` (int64 ids), and the number of edges of each node."""
+    def _sample(self, numbering: Numbering, key: int) -> SampledNeighborhood:
+        """The sample of a key around the seeds, which have their numbers."""
 
 
 class HybridSampler(PartitionedSampler):
@@ -102,16 +101,21 @@ class HybridSampler(PartitionedSampler):
         check_graph(indptr, indices)
         super().__init__(len(indptr) - 1, fanouts, seed)
         self._matrix = EdgeMatrix(indptr.numpy(), indices.numpy())
+        self._graph = indptr, indices
 
-    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int, hop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        sources, _, counts = sample_hop(self._matrix, nodes, fanout, key)
-        return sources, counts
+    @cached_property
+    def shared_settings(self) -> dict[str, Any]:
+        return super().shared_settings | {"graphs (checksums)": graph_checksum(*self._graph)}
+
+    def _sample(self, numbering: Numbering, key: int) -> SampledNeighborhood:
+        found = sample({EDGE: self._matrix}, {NODE: numbering}, {EDGE: self.fanouts}, key)[EDGE]
+        return _neighborhood(numbering, found.row, found.col, found.by_hop)
 
 
 class VanillaSampler(PartitionedSampler):
     """This rank has the edges into its own nodes only: each hop but the first takes two rounds.
 
-    All ranks must call it together. The seeds must be this rank's own.
+    All ranks must create and call it together. The seeds must be this rank's own.
 
     Args:
         indptr: int64, of shape (own nodes + 1,), from ``take_part``.
@@ -119,28 +123,54 @@ class VanillaSampler(PartitionedSampler):
         exchange: who owns which node, and the process group.
         fanouts: edges to draw into each node, by hop; -1 takes all.
         seed: of the random numbers.
+
+    Raises:
+        ConfigurationError: on every rank, if the edges of one are not those into its own nodes, or the ranks' fanouts
+            or seeds differ.
     """
 
     def __init__(self, indptr: Tensor, indices: Tensor, exchange: RankExchange, fanouts: Sequence[int], seed: int = 0):
-        self._first, end = exchange.bounds
-        if len(indptr) - 1 != end - self._first:
-            owned, given = end - self._first, len(indptr) - 1
-            advice = "pass the result of take_part"
-            raise ConfigurationError(f"rank {exchange.rank} owns {owned} nodes, but got edges of {given}; {advice}")
-        super().__init__(int(exchange.offsets[-1]), fanouts, seed)
         self.exchange = exchange
+        self._first, self._end = exchange.bounds
+        num_nodes = int(exchange.offsets[-1])
+
+        def check() -> None:
+            owned, given = self._end - self._first, len(indptr) - 1
+            if given != owned:
+                advice = "pass the result of take_part"
+                raise ConfigurationError(f"rank {exchange.rank} owns {owned} nodes, but got edges of {given}; {advice}")
+            check_graph(indptr, indices, num_nodes)
+            _check_fanouts(fanouts)
+
+        exchange.agree({"fanouts": fanouts, "seeds of the sampler": seed}, check)
+        super().__init__(num_nodes, fanouts, seed)
         self._matrix = EdgeMatrix(indptr.numpy(), indices.numpy())
 
-    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int, hop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        if hop == 0:
-            return self._draw_own(nodes, fanout, key)
+    def _sample(self, numbering: Numbering, key: int) -> SampledNeighborhood:
+        seeds = numbering.by_hop[0]
+        if len(seeds) and (seeds.min() < self._first or seeds.max() >= self._end):
+            own = f"{self._first} to {self._end} (exclusive)"
+            raise ConfigurationError(f"the seed nodes of rank {self.exchange.rank} must be its own, {own}")
+        rows, cols, first = [], [], 0
+        for hop, fanout in enumerate(self.fanouts):
+            nodes, draw = numbering.by_hop[hop], self._draw if hop else self._draw_own
+            sources, counts = draw(nodes, fanout, hop_key(key, hop, 0))
+            cols.append(numpy.repeat(numpy.arange(first, first + len(nodes)), counts))
+            numbering.number(sources)
+            rows.append(sources)
+            first += len(nodes)
+            numbering.end_hop()
+        return _neighborhood(numbering, numpy.concatenate(rows), numpy.concatenate(cols), [len(row) for row in rows])
+
+    def _draw(self, nodes: numpy.ndarray, fanout: int, key: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The sources of the edges drawn into ``nodes`` of any rank (int64 ids), and the number of edges of each."""
         request = self.exchange.request(torch.from_numpy(nodes), numpy.uint64(key).astype(numpy.int64).item())
         answers = [
             self._draw_own(asked.numpy(), fanout, int(other) % 2**64)
             for asked, other in zip(request.ids.split(request.received), request.keys, strict=True)
         ]
         sources, counts = (torch.from_numpy(numpy.concatenate(arrays)) for arrays in zip(*answers, strict=True))
-        found_counts, found = self.exchange.respond_varying(request, counts, sources)
+        found_counts, found = self.exchange.respond_ids(request, counts, sources)
         own_sources, own_counts = self._draw_own(nodes[request.own.numpy()], fanout, key)
         return _interleave(
             torch.cat([request.own, request.order]),
@@ -152,6 +182,20 @@ class VanillaSampler(PartitionedSampler):
         """Draws edges into this rank's own nodes; the random stream of a node is that of its id in the whole graph."""
         sources, _, counts = sample_hop(self._matrix, nodes - self._first, fanout, key, streams=nodes)
         return sources, counts
+
+
+def _neighborhood(
+    numbering: Numbering, row: numpy.ndarray, col: numpy.ndarray, edges_by_hop: list[int]
+) -> SampledNeighborhood:
+    edge_index = torch.from_numpy(numpy.stack([row, col]))
+    nodes_by_hop = [len(nodes) for nodes in numbering.by_hop]
+    return SampledNeighborhood(torch.from_numpy(numbering.nodes()), edge_index, nodes_by_hop, edges_by_hop)
+
+
+def _check_fanouts(fanouts: Sequence[int]) -> None:
+    check_fanouts(fanouts, "fanouts")
+    if not fanouts:
+        raise ConfigurationError("fanouts must be one number for each hop; got none")
 
 
 def _interleave(positions: Tensor, counts: Tensor, rows: Tensor) -> tuple[numpy.ndarray, numpy.ndarray]:

@@ -1,6 +1,7 @@
-"""Checks of graphs and seeds before a kernel, which checks no bounds, reads them."""
+"""Checks of graphs, seeds and options before a kernel, which checks no bounds, reads them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -8,55 +9,101 @@ from torch import Tensor
 
 from hasten.core.errors import ConfigurationError
 
+INTEGERS = (torch.int64, torch.int32)
+TEMPORAL_STRATEGIES = ("uniform", "last")
 
-def check_graph(data: Any, is_sorted: bool) -> None:
+
+def check_graph(data: Any, is_sorted: bool, backward: bool = False) -> None:
     """ConfigurationError if an edge index is no integer, names a node that does not exist, or is not sorted as claimed.
 
-    ``data`` is a Data or HeteroData of PyTorch Geometric; other graphs are checked in CSC form alone.
+    ``data`` is a Data or HeteroData of PyTorch Geometric; other graphs are checked in CSC form alone. Edges are sorted
+    by target, for backward sampling by source.
     """
+    for node_type in getattr(data, "node_types", ()):
+        _check_num_nodes(data, node_type)
+    sorted_row, end_name = (0, "source") if backward else (1, "target")
     for name, edge_index, sizes in _edge_indices(data):
-        if edge_index.dtype not in (torch.int64, torch.int32):
+        if edge_index.dtype not in INTEGERS:
             raise ConfigurationError(f"{name} must hold integers (int64), not {edge_index.dtype}")
         if edge_index.dim() != 2 or edge_index.shape[0] != 2:
             raise ConfigurationError(f"{name} must have the shape (2, edges), not {tuple(edge_index.shape)}")
         for row, end, size in zip(edge_index, ("source", "target"), sizes, strict=True):
-            if row.numel() and (int(row.min()) < 0 or int(row.max()) >= size):
-                wrong = int(row.min()) if int(row.min()) < 0 else int(row.max())
+            if (wrong := out_of_range(row, size)) is not None:
                 raise ConfigurationError(f"{name} has {end} {wrong}, but nodes are 0 to {size - 1}")
-        if is_sorted and bool((edge_index[1, 1:] < edge_index[1, :-1]).any()):
-            raise ConfigurationError(f"{name} is not sorted by target; leave out is_sorted=True")
+        order = edge_index[sorted_row]
+        if is_sorted and bool((order[1:] < order[:-1]).any()):
+            raise ConfigurationError(f"{name} is not sorted by {end_name}; leave out is_sorted=True")
 
 
-def check_matrix(name: str, indptr: Tensor, indices: Tensor, num_sources: int) -> None:
-    """ConfigurationError if a CSC matrix has edges that do not exist, or sources that do not."""
-    rises = indptr.numel() > 0 and bool((indptr.diff() >= 0).all())
-    if not rises or (int(indptr[0]), int(indptr[-1])) != (0, indices.numel()):
-        raise ConfigurationError(f"{name}: the offsets of the nodes must rise from 0 to the {indices.numel()} edges")
-    if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= num_sources):
-        raise ConfigurationError(f"{name} has sources outside of the {num_sources} nodes")
+def check_attributes(data: Any, time_attr: str | None, weight_attr: str | None) -> None:
+    """ConfigurationError if a Data or HeteroData has no such times or weights, or has damaged weights."""
+    nodes: list[Any] = list(getattr(data, "node_stores", ()))
+    edges: list[Any] = list(getattr(data, "edge_stores", ()))
+    for option, name, stores in (("time_attr", time_attr, nodes + edges), ("weight_attr", weight_attr, edges)):
+        if name is not None and stores and not any(name in store for store in stores):
+            known = ", ".join(sorted({key for store in stores for key in store}))
+            raise ConfigurationError(f"the graph has no attribute {option}={name!r}; it has {known or 'none'}")
+    for store in edges:
+        if weight_attr is not None and weight_attr in store:
+            _check_weights(weight_attr, store[weight_attr], store.num_edges)
 
 
-def check_weights(name: str, weights: Tensor, edges: int) -> None:
-    """ConfigurationError unless there is one finite weight from 0 up for each edge."""
-    if weights.shape != (edges,):
-        raise ConfigurationError(f"{name} has weights of the shape {tuple(weights.shape)} for {edges} edges")
-    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
-        raise ConfigurationError(f"{name} has weights that are negative or not finite")
+def check_csc(name: str, indptr: Tensor, indices: Tensor, num_targets: int, num_sources: int) -> None:
+    """ConfigurationError if a CSC matrix has edges that do not exist, or targets or sources that do not."""
+    if indptr.dtype not in INTEGERS or indices.dtype not in INTEGERS:
+        raise ConfigurationError(f"{name}: indptr and indices must be int64; got {indptr.dtype} and {indices.dtype}")
+    if indptr.shape != (num_targets + 1,) or indices.ndim != 1:
+        shapes = f"got {tuple(indptr.shape)} and {tuple(indices.shape)}"
+        raise ConfigurationError(
+            f"{name}: indptr must have the shape ({num_targets + 1},), and indices one dimension; {shapes}"
+        )
+    if (int(indptr[0]), int(indptr[-1])) != (0, len(indices)) or bool((indptr.diff() < 0).any()):
+        raise ConfigurationError(f"{name}: indptr must ascend from 0 to the number of edges, which is {len(indices)}")
+    if (wrong := out_of_range(indices, num_sources)) is not None:
+        raise ConfigurationError(f"{name}: indices must be in [0, {num_sources}), the ids of the nodes; got {wrong}")
 
 
-def check_fanouts(fanouts: list[int]) -> None:
-    """ConfigurationError if a number of neighbors is below -1."""
-    if any(fanout < -1 for fanout in fanouts):
-        raise ConfigurationError(f"the number of neighbors must be -1 (all) or from 0 up, not {fanouts}")
+def check_times(name: str, times: Tensor, indptr: Tensor) -> None:
+    """ConfigurationError unless there is one time for each edge, ascending among the edges into each node."""
+    if times.shape != (int(indptr[-1]),):
+        raise ConfigurationError(f"{name} has times of the shape {tuple(times.shape)} for {int(indptr[-1])} edges")
+    in_order = times[1:] >= times[:-1]
+    starts = indptr[(indptr > 0) & (indptr < len(times))].long()
+    in_order[starts - 1] = True  # the first edge into a node may be earlier than the last into the node before
+    if not bool(in_order.all()):
+        advice = "sort them, or leave out is_sorted=True"
+        raise ConfigurationError(f"{name} has times that do not ascend among the edges into a node; {advice}")
 
 
-def check_seeds(nodes: Tensor, size: int, kind: str = "") -> None:
+def check_fanouts(fanouts: Any, name: str = "num_neighbors") -> None:
+    """ConfigurationError unless these are numbers of neighbors: integers from -1 (all), one for each hop."""
+    is_list = isinstance(fanouts, Sequence) and not isinstance(fanouts, str)
+    if not is_list or any(not isinstance(n, Integral) or isinstance(n, bool) or n < -1 for n in fanouts):
+        raise ConfigurationError(
+            f"{name} must be a list of integers from -1 (all), one for each hop; got {fanouts!r:.80}"
+        )
+
+
+def check_temporal_strategy(strategy: str) -> None:
+    """ConfigurationError if the strategy is unknown."""
+    if strategy not in TEMPORAL_STRATEGIES:
+        raise ConfigurationError(f"temporal_strategy must be uniform or last, not {strategy!r}")
+
+
+def check_seeds(nodes: Tensor, size: int, node_type: str = "") -> None:
     """ConfigurationError if a seed is no integer or no node of the graph."""
     if nodes.is_floating_point() or nodes.is_complex() or nodes.dtype == torch.bool:
         raise ConfigurationError(f"seed nodes must be integers, not {nodes.dtype}")
-    if nodes.numel() and (int(nodes.min()) < 0 or int(nodes.max()) >= size):
-        wrong = int(nodes.min()) if int(nodes.min()) < 0 else int(nodes.max())
-        raise ConfigurationError(f"seed node {wrong} does not exist; {kind or 'node'}s are 0 to {size - 1}")
+    if (wrong := out_of_range(nodes, size)) is not None:
+        raise ConfigurationError(f"seed node {wrong} does not exist; {node_type or 'node'}s are 0 to {size - 1}")
+
+
+def out_of_range(ids: Tensor, size: int) -> int | None:
+    """An id that is not in [0, size); None if all are."""
+    if not ids.numel():
+        return None
+    low, high = (int(value) for value in torch.aminmax(ids))
+    return low if low < 0 else high if high >= size else None
 
 
 def _edge_indices(data: Any) -> Iterator[tuple[str, Tensor, tuple[int, int]]]:
@@ -64,9 +111,28 @@ def _edge_indices(data: Any) -> Iterator[tuple[str, Tensor, tuple[int, int]]]:
     for store in getattr(data, "edge_stores", ()):
         if not isinstance(store.get("edge_index"), Tensor):
             continue
-        kind = store._key
-        if kind is None:
+        edge_type = store._key
+        if edge_type is None:
             yield "edge_index", store["edge_index"].as_subclass(Tensor), (data.num_nodes, data.num_nodes)
         else:
-            sizes = (data[kind[0]].num_nodes, data[kind[-1]].num_nodes)
-            yield f"edge_index of {kind}", store["edge_index"].as_subclass(Tensor), sizes
+            sizes = data[edge_type[0]].num_nodes, data[edge_type[-1]].num_nodes
+            yield f"edge_index of {edge_type}", store["edge_index"].as_subclass(Tensor), sizes
+
+
+def _check_weights(name: str, weights: Tensor, num_edges: int) -> None:
+    """ConfigurationError unless there is one weight from 0 up for each edge, with a finite sum."""
+    if weights.shape != (num_edges,):
+        raise ConfigurationError(
+            f"{name} has the shape {tuple(weights.shape)}; expected a weight for each edge, ({num_edges},)"
+        )
+    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
+        raise ConfigurationError(f"{name} has weights that are negative or not finite")
+    if not bool(torch.isfinite(weights.double().sum())):
+        raise ConfigurationError(f"{name} has weights with an infinite sum; divide them by their maximum")
+
+
+def _check_num_nodes(data: Any, node_type: str) -> None:
+    if data[node_type].num_nodes is None:
+        raise ConfigurationError(
+            f"the number of nodes of type {node_type!r} is unknown; set data[{node_type!r}].num_nodes"
+        )

@@ -20,8 +20,9 @@ EdgeType = tuple[str, str, str]  # (type of the sources, name, type of the targe
 class EdgeMatrix:
     """The edges of one type in CSC form: those into node n are ``indptr[n]`` to ``indptr[n + 1]`` (exclusive).
 
-    ``indices``: their sources, int32 or int64. ``weights``: edges are drawn in proportion to them. ``times``: edges
-    later than the time of the seed are not drawn; sorted for each node.
+    ``indices``: their sources, int32 or int64. ``weights``: edges are drawn in proportion to them, so none of weight 0;
+    a fanout of -1 takes those, too. ``times``: edges later than the time of the seed are not drawn; sorted for each
+    node.
     """
 
     indptr: Ids
@@ -95,28 +96,28 @@ def sample(
         numberings: by type of node; they hold the seeds, and get the nodes that are found.
         fanouts: edges for each node, by hop; -1 takes all.
         key: a number below 2**64. The sample is a function of the key, the graph and the seeds.
-        seed_times: the time of each tree of the numberings, where edges have times.
+        seed_times: the time of each seed, where edges have times.
         options: how edges are drawn.
         expected: about how many edges will be sampled, by type; saves time alone.
     """
     hops = max((len(by_hop) for by_hop in fanouts.values()), default=0)
-    buffers = {kind: EdgeBuffer((expected or {}).get(kind, 0)) for kind in matrices}
+    buffers = {edge_type: EdgeBuffer((expected or {}).get(edge_type, 0)) for edge_type in matrices}
     for hop in range(hops):
-        for position, (kind, matrix) in enumerate(matrices.items()):
-            targets = numberings[kind[2]]
-            trees = targets.trees(hop)
-            limits = seed_times[trees] if matrix.times is not None and seed_times is not None else None
-            draws = _limit(matrix, targets.by_hop[hop], fanouts[kind][hop], limits, options)
-            sources, col, edges = buffers[kind].add_hop(draws.total)
+        for position, (edge_type, matrix) in enumerate(matrices.items()):
+            targets = numberings[edge_type[2]]
+            batch = targets.batch_of_hop(hop)
+            limits = seed_times[batch] if matrix.times is not None and seed_times is not None else None
+            draws = _limit(matrix, targets.by_hop[hop], fanouts[edge_type][hop], limits, options)
+            sources, col, edges = buffers[edge_type].add_hop(draws.total)
             base = sum(len(nodes) for nodes in targets.by_hop[:hop])
             _draw(matrix, draws, targets.streams(hop), hop_key(key, hop, position), options.threads, sources, edges)
             run_equal_ranges(
                 _call(kernels.repeat_positions, (draws.offsets, base), (col,)), len(draws), options.threads
             )
-            numberings[kind[0]].number(sources, None if trees is None else trees[col - base])
+            numberings[edge_type[0]].number(sources, None if batch is None else batch[col - base])
         for numbering in numberings.values():
             numbering.end_hop()
-    return {kind: buffer.sampled() for kind, buffer in buffers.items()}
+    return {edge_type: buffer.sampled() for edge_type, buffer in buffers.items()}
 
 
 def sample_hop(
@@ -125,7 +126,6 @@ def sample_hop(
     fanout: int,
     key: int,
     streams: Ids | None = None,
-    limits: NDArray | None = None,
     options: DrawOptions = DEFAULT,
 ) -> tuple[Ids, Ids, Ids]:
     """Draws at most ``fanout`` edges into each node; -1 takes all.
@@ -136,13 +136,12 @@ def sample_hop(
         fanout: edges for each node.
         key: a number below 2**64. What is drawn for a node is a function of the key and its stream alone.
         streams: selects the random stream of each node, int64; by default the id of the node.
-        limits: the largest time of an edge, for each node.
         options: how edges are drawn.
 
     Returns:
         The sources of the edges, their positions in the matrix, and the number of edges of each node.
     """
-    draws = _limit(matrix, nodes, fanout, limits, options)
+    draws = _limit(matrix, nodes, fanout, None, options)
     sources, edges = (numpy.empty(draws.total, numpy.int64) for _ in range(2))
     _draw(matrix, draws, nodes if streams is None else streams, key, options.threads, sources, edges)
     return sources, edges, numpy.diff(draws.offsets)
@@ -156,6 +155,7 @@ class _Draws:
     last: Ids
     offsets: Ids
     replace: bool
+    is_weighted: bool
 
     def __len__(self) -> int:
         return len(self.first)
@@ -178,24 +178,24 @@ def _limit(matrix: EdgeMatrix, nodes: Ids, fanout: int, limits: NDArray | None, 
             kernels.end_at_times(matrix.times, limits, first, begin, end, last)
             if options.latest and fanout >= 0:
                 numpy.maximum(first[begin:end], last[begin:end] - fanout, out=first[begin:end])
-        if weights is None:
+        if weights is None or fanout < 0:
             kernels.count(first, last, fanout, replace, begin, end, counts)
         else:
             kernels.count_weighted(first, last, weights, fanout, replace, begin, end, counts)
 
     run_equal_ranges(limit, len(nodes), options.threads)
     numpy.cumsum(counts, out=counts)
-    return _Draws(first, last, offsets, replace)
+    return _Draws(first, last, offsets, replace, weights is not None and fanout >= 0)
 
 
 def _draw(matrix: EdgeMatrix, draws: _Draws, streams: Ids, key: int, threads: int, sources: Ids, edges: Ids) -> None:
     """Writes the sources of the edges and their positions in the matrix."""
     drawn = (streams, draws.first, draws.last, draws.replace, numpy.uint64(key))
     outputs = (draws.offsets, edges, sources)
-    if matrix.weights is None:
-        pick = _call(kernels.pick, (matrix.indices, *drawn), outputs)
-    else:
+    if draws.is_weighted:
         pick = _call(kernels.pick_weighted, (matrix.indices, matrix.weights, *drawn), outputs)
+    else:
+        pick = _call(kernels.pick, (matrix.indices, *drawn), outputs)
     run_equal_ranges(pick, len(draws), threads)
 
 
@@ -204,13 +204,13 @@ def induce(
 ) -> dict[EdgeType, SampledEdges]:
     """All edges of the graph between nodes that have a number; there are no hops."""
     found = {}
-    for kind, matrix in matrices.items():
-        targets = numberings[kind[2]].nodes()
+    for edge_type, matrix in matrices.items():
+        targets = numberings[edge_type[2]].nodes()
         sources, edges, counts = sample_hop(matrix, targets, -1, 0, options=DrawOptions(threads=options.threads))
-        row = numberings[kind[0]].find(sources)
+        row = numberings[edge_type[0]].find(sources)
         inside = row >= 0
         col = numpy.repeat(numpy.arange(len(targets)), counts)
-        found[kind] = SampledEdges(row[inside], col[inside], edges[inside], [])
+        found[edge_type] = SampledEdges(row[inside], col[inside], edges[inside], [])
     return found
 
 

@@ -14,8 +14,8 @@ jit = numba.njit(nogil=True, cache=True)
 
 WEYL = numpy.uint64(0x9E3779B97F4A7C15)  # the increment of SplitMix64 (Steele, Lea and Flood 2014)
 EMPTY = -1
-NODES_AHEAD = 4  # nodes between the prefetch of the sources of their edges and its use
-AHEAD = 16  # reads between a prefetch and its use
+NODE_PREFETCH_DISTANCE = 4  # nodes between the prefetch of the sources of their edges and its use
+PREFETCH_DISTANCE = 16  # reads between a prefetch and its use
 
 
 @jit
@@ -67,7 +67,7 @@ def count(first, last, fanout, replace, begin, end, counts):
 
 @jit
 def count_weighted(first, last, weights, fanout, replace, begin, end, counts):
-    """As ``count``, where edges of weight 0 are never drawn."""
+    """As ``count``, for a fanout from 0 up; edges of weight 0 are never drawn."""
     for i in range(begin, end):
         positive = 0
         for edge in range(first[i], last[i]):
@@ -79,7 +79,7 @@ def count_weighted(first, last, weights, fanout, replace, begin, end, counts):
 def edges_of(indptr, nodes, begin, end, first, last):
     """The edges of node ``nodes[i]`` are ``first[i]`` to ``last[i]`` (exclusive) of the CSC matrix."""
     for i in range(begin, end):
-        prefetch(indptr, nodes[min(i + AHEAD, end - 1)])
+        prefetch(indptr, nodes[min(i + PREFETCH_DISTANCE, end - 1)])
         node = nodes[i]
         first[i] = indptr[node]
         last[i] = indptr[node + 1]
@@ -142,7 +142,7 @@ def pick(indices, streams, first, last, replace, key, begin, end, offsets, edges
                     edges[at + t] = start + edge
         for t in range(at, at + number):
             prefetch(indices, edges[t])
-        ready = offsets[max(begin, i - NODES_AHEAD)]
+        ready = offsets[max(begin, i - NODE_PREFETCH_DISTANCE)]
         for t in range(done, ready):
             neighbors[t] = indices[edges[t]]
         done = max(done, ready)
@@ -164,9 +164,10 @@ def pick_weighted(indices, weights, streams, first, last, replace, key, begin, e
         state = mix(key ^ mix(numpy.uint64(streams[i])))
         if replace:
             cumulative = numpy.cumsum(weights[start:stop].astype(numpy.float64))
+            last_positive = numpy.searchsorted(cumulative, cumulative[-1])  # a product of denormals is rounded up
             for t in range(number):
                 drawn = numpy.searchsorted(cumulative, uniform(state, t) * cumulative[-1], side="right")
-                edges[at + t] = start + drawn
+                edges[at + t] = start + min(drawn, last_positive)
         else:
             keys = numpy.empty(number, numpy.float64)
             filled = 0
@@ -202,7 +203,7 @@ def number_nodes(table, start, nodes, base, found):
     """
     new, last = 0, len(nodes) - 1
     for position in range(len(nodes)):
-        prefetch(table, nodes[min(position + AHEAD, last)])
+        prefetch(table, nodes[min(position + PREFETCH_DISTANCE, last)])
         node = nodes[position]
         number = table[node] - start
         if number < 0:

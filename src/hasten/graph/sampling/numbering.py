@@ -1,5 +1,8 @@
 """Numbers the nodes of a sample in the order in which they are found first, seeds before all others."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import numpy
 from numpy.typing import NDArray
 
@@ -25,6 +28,28 @@ class NodeTable:
             self.start = 1
 
 
+class NodeTablePool:
+    """Tables for samples that threads draw at the same time: each sample has tables of its own, which are reused.
+
+    Args:
+        sizes: number of nodes, by type of node.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = sizes
+        self.free: list[dict[str, NodeTable]] = []
+
+    @contextmanager
+    def borrow(self) -> Iterator[dict[str, NodeTable]]:
+        """Tables by type of node, of this sample alone. After an error they are dropped: their state is unknown."""
+        try:
+            tables = self.free.pop()
+        except IndexError:
+            tables = {node_type: NodeTable(size) for node_type, size in self.sizes.items()}
+        yield tables
+        self.free.append(tables)
+
+
 class Numbering:
     """The nodes of one type in a sample. A node that several seeds reach is one node.
 
@@ -46,8 +71,11 @@ class Numbering:
         self._ends = [self.size]  # by hop: the numbers of its nodes end here
         self.by_hop: list[Ids] = [self._ids[: self.size]]
 
-    def number(self, nodes: Ids, trees: Ids | None = None) -> None:
-        """Writes their numbers in the place of ``nodes``; those that are new belong to the next hop."""
+    def number(self, nodes: Ids, batch: Ids | None = None) -> None:
+        """Writes their numbers in the place of ``nodes``; those that are new belong to the next hop.
+
+        ``batch``: in disjoint samples, the seed of each node.
+        """
         self._reserve(min(len(nodes), len(self._table.entries)))
         self.size += kernels.number_nodes(
             self._table.entries, self._table.start, nodes, self.size, self._ids[self.size :]
@@ -67,12 +95,12 @@ class Numbering:
         """The numbers of ``nodes``; -1 for a node that has none."""
         return numpy.maximum(self._table.entries[nodes].astype(numpy.int64) - self._table.start, -1)
 
-    def all_trees(self) -> Ids | None:
+    def batch(self) -> Ids | None:
         """The seed that each node belongs to, by number; None, since nodes belong to all seeds."""
         return None
 
-    def trees(self, hop: int) -> Ids | None:
-        """The seed that each node of a hop belongs to; None, since nodes belong to all seeds."""
+    def batch_of_hop(self, hop: int) -> Ids | None:
+        """As ``batch``, for the nodes of one hop."""
         return None
 
     def streams(self, hop: int) -> Ids:
@@ -80,7 +108,7 @@ class Numbering:
         return self.by_hop[hop]
 
     def _reserve(self, more: int) -> None:
-        """Makes room for ``more`` ids."""
+        """Makes the array long enough for ``more`` ids."""
         if self.size + more > len(self._ids):
             larger = numpy.empty(max(self.size + more, 2 * len(self._ids)), numpy.int64)
             larger[: self.size] = self._ids[: self.size]
@@ -88,19 +116,22 @@ class Numbering:
 
 
 class DisjointNumbering(Numbering):
-    """As ``Numbering``, where each seed has a tree of nodes of its own. A tree has the number of its seed."""
+    """As ``Numbering``, where each seed has a disjoint subgraph: a node has a number for each seed that reaches it.
 
-    def __init__(self, seeds: Ids, num_nodes: int, first_tree: int = 0):
+    Seeds are numbered over all types of nodes; ``first_seed`` is the number of the first of these.
+    """
+
+    def __init__(self, seeds: Ids, num_nodes: int, first_seed: int = 0):
         self.num_nodes = num_nodes
-        self._begin((first_tree + numpy.arange(len(seeds))) * num_nodes + seeds, 0)  # pairs (tree, node)
+        self._begin((first_seed + numpy.arange(len(seeds))) * num_nodes + seeds, 0)  # pairs (seed, node)
         self.by_hop = [seeds]
         self._keys = self._numbers = numpy.empty(0, numpy.int64)
         self._reserve(0)
 
-    def number(self, nodes: Ids, trees: Ids | None = None) -> None:
-        assert trees is not None
+    def number(self, nodes: Ids, batch: Ids | None = None) -> None:
+        assert batch is not None
         self._reserve(len(nodes))
-        nodes += trees * self.num_nodes
+        nodes += batch * self.num_nodes
         self.size += kernels.number_pairs(self._keys, self._numbers, nodes, self.size, self._ids[self.size :])
 
     def end_hop(self) -> None:
@@ -111,19 +142,19 @@ class DisjointNumbering(Numbering):
         return self._ids[: self.size] % self.num_nodes
 
     def find(self, nodes: Ids) -> Ids:
-        raise NotImplementedError("a node has a number in each tree")
+        raise NotImplementedError("a node has a number for each seed")
 
-    def all_trees(self) -> Ids:
+    def batch(self) -> Ids:
         return self._ids[: self.size] // self.num_nodes
 
-    def trees(self, hop: int) -> Ids:
+    def batch_of_hop(self, hop: int) -> Ids:
         return self.streams(hop) // self.num_nodes
 
     def streams(self, hop: int) -> Ids:
         return self._ids[self._ends[hop] - len(self.by_hop[hop]) : self._ends[hop]]
 
     def _reserve(self, more: int) -> None:
-        """Makes room for ``more`` pairs, in the hash table too."""
+        """As in ``Numbering``; makes the hash table long enough, too."""
         super()._reserve(more)
         if len(self._keys) >= 2 * (self.size + more):
             return

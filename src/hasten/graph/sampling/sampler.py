@@ -3,10 +3,11 @@
 The sample of a batch is a function of (seed, epoch, its nodes), for any number of threads and in any worker process.
 """
 
+import inspect
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy
 import torch
@@ -19,10 +20,11 @@ from torch_geometric.sampler.base import SubgraphType
 from hasten.core.errors import ConfigurationError
 from hasten.graph.sampling import checks, kernels
 from hasten.graph.sampling.hops import DrawOptions, EdgeMatrix, EdgeType, SampledEdges, induce, sample
-from hasten.graph.sampling.numbering import DisjointNumbering, Ids, NodeTable, Numbering
+from hasten.graph.sampling.numbering import DisjointNumbering, Ids, NodeTablePool, Numbering
 
 NODE = ""  # the type of the nodes of a homogeneous graph
 EDGE = (NODE, "", NODE)
+_flags_lock = threading.Lock()  # held while flags of PyTorch Geometric have other values
 
 
 class NeighborSampler(pyg.NeighborSampler):
@@ -41,9 +43,14 @@ class NeighborSampler(pyg.NeighborSampler):
             ``temporal_strategy``, ``time_attr``, ``weight_attr``, ``is_sorted``, ``share_memory`` and
             ``sample_direction``.
 
+    A number of neighbors draws edges in proportion to their weights, so none of weight 0. -1 and induced subgraphs take
+    all edges, those of weight 0 too, as PyTorch Geometric does. With ``is_sorted`` and a time, the edges into a node
+    must ascend in time.
+
     Raises:
         ConfigurationError: the edges are not integers, name nodes that do not exist, or are not sorted as claimed; a
-            number of neighbors is below -1; weights are negative or not finite; disjoint samples of induced subgraphs.
+            number of neighbors is no integer from -1 on; an attribute or the temporal strategy is unknown; weights are
+            negative or their sum is not finite; times do not ascend; disjoint samples of induced subgraphs.
     """
 
     def __init__(
@@ -55,9 +62,17 @@ class NeighborSampler(pyg.NeighborSampler):
         num_threads: int | None = None,
         **options: Any,
     ):
-        checks.check_graph(data, options.get("is_sorted", False))
-        with _as_with_pyg_lib():
-            super().__init__(data, num_neighbors, *args, **options)
+        given = inspect.signature(super().__init__).bind(data, num_neighbors, *args, **options)
+        given.apply_defaults()
+        chosen = given.arguments
+        checks.check_graph(data, chosen["is_sorted"], chosen["sample_direction"] == "backward")
+        checks.check_attributes(data, chosen["time_attr"], chosen["weight_attr"])
+        checks.check_temporal_strategy(chosen["temporal_strategy"])
+        try:
+            with _as_with_pyg_lib():
+                super().__init__(data, num_neighbors, *args, **options)
+        except (ValueError, NotImplementedError) as error:  # combinations of options that the class refuses
+            raise ConfigurationError(" ".join(str(error).split())) from None
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ConfigurationError("subgraph_type='induced' cannot be combined with disjoint samples")
         if self.is_hetero and self.edge_weight is not None and self.sample_direction == "backward":
@@ -67,7 +82,7 @@ class NeighborSampler(pyg.NeighborSampler):
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
         self.num_threads = num_threads
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that live on see a new epoch
-        self._tables: list[dict[str, NodeTable]] = []
+        self._tables = NodeTablePool(self._sizes())
         self._expected: dict[EdgeType, int] = {}  # edges of the next sample, about
         self._cached: dict[EdgeType, EdgeMatrix] | None = None
         self._matrices()  # refuses a damaged graph now
@@ -88,11 +103,12 @@ class NeighborSampler(pyg.NeighborSampler):
         """
         if self.is_hetero and self.sample_direction == "backward":
             orders: Any = self.perm
-            return {self.to_restored_edge_type[kind]: order for kind, order in orders.items()}
+            return {self.to_restored_edge_type[edge_type]: order for edge_type, order in orders.items()}
         return self.perm
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": [], "_cached": None}  # NumPy views and tables, which each process makes
+        tables = NodeTablePool(self._sizes())
+        return {**self.__dict__, "_tables": tables, "_cached": None}  # each process makes its tables and NumPy views
 
     def _sample(
         self, seed: Tensor | Mapping[str, Tensor], seed_time: Any = None, **kwargs: Any
@@ -100,13 +116,13 @@ class NeighborSampler(pyg.NeighborSampler):
         """Samples around seed nodes, by type where there are several. The hook of PyTorch Geometric's class."""
         seeds = {NODE: seed} if isinstance(seed, Tensor) else dict(seed)
         times = {NODE: seed_time} if isinstance(seed_time, Tensor) else seed_time
-        ids = {kind: self._checked(kind, nodes) for kind, nodes in seeds.items()}
+        ids = {node_type: self._checked(node_type, nodes) for node_type, nodes in seeds.items()}
         matrices, latest = self._matrices(), self.temporal_strategy == "last"
         options = DrawOptions(bool(self.replace), latest, self.num_threads or torch.get_num_threads())
         with self._numberings(ids) as numberings:
             times = self._seed_times(ids, times)
             found = sample(matrices, numberings, self._fanouts(), self._key(ids), times, options, self._expected)
-            self._expected = {kind: len(edges.row) * 9 // 8 for kind, edges in found.items()}
+            self._expected = {edge_type: len(edges.row) * 9 // 8 for edge_type, edges in found.items()}
             if self.subgraph_type == SubgraphType.induced:
                 found = induce(matrices, numberings, options)
             output = self._output(numberings, found)
@@ -119,94 +135,109 @@ class NeighborSampler(pyg.NeighborSampler):
             key = kernels.key_of(numpy.uint64(key), nodes)
         return int(key)
 
-    def _checked(self, kind: str, nodes: Tensor) -> Ids:
-        checks.check_seeds(nodes, self._sizes()[kind], kind)
+    def _checked(self, node_type: str, nodes: Tensor) -> Ids:
+        checks.check_seeds(nodes, self._sizes()[node_type], node_type)
         return nodes.to("cpu", torch.int64).contiguous().numpy()
 
     @contextmanager
     def _numberings(self, seeds: Mapping[str, Ids]) -> Iterator[dict[str, Numbering]]:
-        """Numberings of all types of nodes, with the seeds. Threads that sample at once have tables of their own."""
+        """Numberings of all types of nodes, with the seeds."""
         none = numpy.empty(0, numpy.int64)
-        sizes = self._sizes()
-        if self.disjoint:
-            trees = 0
-            disjoint: dict[str, Numbering] = {}
-            for kind in [*seeds, *(kind for kind in sizes if kind not in seeds)]:
-                disjoint[kind] = DisjointNumbering(seeds.get(kind, none), sizes[kind], trees)
-                trees += len(seeds.get(kind, none))
-            yield disjoint
+        if not self.disjoint:
+            with self._tables.borrow() as tables:
+                yield {node_type: Numbering(seeds.get(node_type, none), table) for node_type, table in tables.items()}
             return
-        tables = self._tables.pop() if self._tables else {kind: NodeTable(size) for kind, size in sizes.items()}
-        yield {kind: Numbering(seeds.get(kind, none), table) for kind, table in tables.items()}
-        self._tables.append(tables)
+        sizes, first_seed = self._sizes(), 0
+        disjoint: dict[str, Numbering] = {}
+        for node_type in [*seeds, *(node_type for node_type in sizes if node_type not in seeds)]:
+            own = seeds.get(node_type, none)
+            disjoint[node_type] = DisjointNumbering(own, sizes[node_type], first_seed)
+            first_seed += len(own)
+        yield disjoint
 
     def _seed_times(self, seeds: Mapping[str, Ids], times: Mapping[str, Tensor] | None) -> NDArray | None:
-        """The time of each tree: those given, else the times of the seed nodes."""
+        """The time of each seed: those given, else the times of the seed nodes."""
         if not self.is_temporal:
             return None
         if times is None:
             if self.node_time is None:
                 raise ConfigurationError("edges have times, so each seed needs one: pass input_time to the loader")
             own = self.node_time if isinstance(self.node_time, dict) else {NODE: self.node_time}
-            return numpy.concatenate([own[kind].numpy()[nodes] for kind, nodes in seeds.items()])
-        return numpy.concatenate([times[kind].numpy() for kind in seeds])
+            return numpy.concatenate([own[node_type].numpy()[nodes] for node_type, nodes in seeds.items()])
+        return numpy.concatenate([times[node_type].numpy() for node_type in seeds])
 
     def _sizes(self) -> dict[str, int]:
+        """The number of nodes of each type, sorted: PyTorch Geometric lists types of a graph store in random order."""
         sizes: Any = self.num_nodes
-        return sizes if isinstance(sizes, dict) else {NODE: sizes}
+        return dict(sorted(sizes.items())) if isinstance(sizes, dict) else {NODE: sizes}
 
     def _fanouts(self) -> dict[EdgeType, list[int]]:
         """The numbers of neighbors by type of edge and hop."""
-        values: Any = self.num_neighbors.get_mapped_values(self.edge_types if self.is_hetero else None)
-        fanouts = {self.to_edge_type[name]: v for name, v in values.items()} if self.is_hetero else {EDGE: values}
-        for by_hop in fanouts.values():
+        values: Any = self.num_neighbors.values
+        for by_hop in values.values() if isinstance(values, dict) else [values]:
             checks.check_fanouts(by_hop)
-        return fanouts
+        try:
+            values = self.num_neighbors.get_mapped_values(self.edge_types if self.is_hetero else None)
+        except ValueError as error:  # of types that do not exist, or have no or too few numbers
+            raise ConfigurationError(f"num_neighbors: {error}") from None
+        return {self.to_edge_type[name]: v for name, v in values.items()} if self.is_hetero else {EDGE: values}
 
     def _matrices(self) -> dict[EdgeType, EdgeMatrix]:
-        """The graph as NumPy arrays that share the memory of the tensors, made once in each process."""
+        """The graph as NumPy arrays that share the memory of the tensors, made once in each process.
+
+        Sorted by type of edge: their order is part of the sample, and that of a graph store is random.
+        """
         if self._cached is None:
-            kinds = {kind: self.to_rel_type[kind] for kind in self.edge_types} if self.is_hetero else {EDGE: None}
-            self._cached = {kind: self._matrix(kind, name) for kind, name in kinds.items()}
+            types = sorted(self.edge_types) if self.is_hetero else []
+            names = {edge_type: self.to_rel_type[edge_type] for edge_type in types} if types else {EDGE: None}
+            self._cached = {edge_type: self._matrix(edge_type, name) for edge_type, name in names.items()}
         return self._cached
 
-    def _matrix(self, kind: EdgeType, name: str | None) -> EdgeMatrix:
+    def _matrix(self, edge_type: EdgeType, name: str | None) -> EdgeMatrix:
         """The edges of one type; ``name`` is that of the type in PyTorch Geometric's dicts, None without types."""
         graph: tuple[Any, Any] = (self.colptr, self.row) if name is None else (self.colptr_dict, self.row_dict)
         indptr, indices = (_of(part, name).contiguous() for part in graph)
-        label = "the graph" if name is None else f"the edges {kind}"
-        checks.check_matrix(label, indptr, indices, self._sizes()[kind[0]])
+        num_sources, num_targets = self._sizes()[edge_type[0]], self._sizes()[edge_type[2]]
+        label = "the graph" if name is None else f"the edges {edge_type}"
+        checks.check_csc(label, indptr, indices, num_targets, num_sources)
         weights, times = _of(self.edge_weight, name), _of(self.edge_time, name)
-        node_times = _of(self.node_time, None if name is None else kind[0])
-        if weights is not None:
-            checks.check_weights(label, weights, len(indices))
+        node_times = _of(self.node_time, None if name is None else edge_type[0])
         if node_times is not None:
+            if node_times.shape != (num_sources,):
+                shape = tuple(node_times.shape)
+                raise ConfigurationError(f"{label} has times of the shape {shape} for {num_sources} nodes")
             times = node_times[indices]
+        if times is not None:
+            checks.check_times(label, times, indptr)
         weights, times = (None if tensor is None else tensor.numpy() for tensor in (weights, times))
-        sources = _narrow(indices, self._sizes()[kind[0]])
-        if not indices.is_shared():  # frees PyTorch Geometric's own copy
-            if name is None:
-                self.row = torch.from_numpy(sources)
-            else:
-                self.row_dict[name] = torch.from_numpy(sources)
-        return EdgeMatrix(indptr.to(torch.int64).numpy(), sources, weights, times)
+        sources = _narrow(indices, num_sources)
+        if name is None:  # in place of PyTorch Geometric's own copy
+            self.row = sources
+        else:
+            self.row_dict[name] = sources
+        return EdgeMatrix(indptr.to(torch.int64).numpy(), sources.numpy(), weights, times)
 
     def _output(
         self, numberings: Mapping[str, Numbering], found: Mapping[EdgeType, SampledEdges]
     ) -> pyg.HeteroSamplerOutput:
         backward = self.sample_direction == "backward"
-        names = {kind: self.to_restored_edge_type[kind] if backward and self.is_hetero else kind for kind in found}
-        row = {names[kind]: torch.from_numpy(edges.row) for kind, edges in found.items()}
-        col = {names[kind]: torch.from_numpy(edges.col) for kind, edges in found.items()}
-        by_hop: Any = {names[kind]: edges.by_hop for kind, edges in found.items()}
-        trees = {kind: numbering.all_trees() for kind, numbering in numberings.items()}
+        names = {
+            edge_type: self.to_restored_edge_type[edge_type] if backward and self.is_hetero else edge_type
+            for edge_type in found
+        }
+        row = {names[edge_type]: torch.from_numpy(edges.row) for edge_type, edges in found.items()}
+        col = {names[edge_type]: torch.from_numpy(edges.col) for edge_type, edges in found.items()}
+        by_hop: Any = {names[edge_type]: edges.by_hop for edge_type, edges in found.items()}
+        batch: Any = {node_type: numbering.batch() for node_type, numbering in numberings.items()}
         return pyg.HeteroSamplerOutput(
-            node={kind: torch.from_numpy(numbering.nodes()) for kind, numbering in numberings.items()},
+            node={node_type: torch.from_numpy(numbering.nodes()) for node_type, numbering in numberings.items()},
             row=col if backward else row,
             col=row if backward else col,
-            edge={names[kind]: torch.from_numpy(edges.edges) for kind, edges in found.items()},
-            batch={k: torch.from_numpy(ids) for k, ids in trees.items() if ids is not None} if self.disjoint else None,
-            num_sampled_nodes={kind: [len(nodes) for nodes in n.by_hop] for kind, n in numberings.items()},
+            edge={names[edge_type]: torch.from_numpy(edges.edges) for edge_type, edges in found.items()},
+            batch={key: torch.from_numpy(ids) for key, ids in batch.items() if ids is not None}
+            if self.disjoint
+            else None,
+            num_sampled_nodes={node_type: [len(nodes) for nodes in n.by_hop] for node_type, n in numberings.items()},
             num_sampled_edges=None if self.subgraph_type == SubgraphType.induced else by_hop,
         )
 
@@ -216,9 +247,15 @@ def _of(values: Any, name: str | None) -> Any:
     return values if name is None or values is None else values.get(name)
 
 
-def _narrow(ids: Tensor, size: int) -> NDArray:
-    """Ids for reads at random places: 32 bits where they suffice, and NumPy's memory, which has huge pages."""
-    return numpy.asarray(ids.numpy(), dtype=numpy.int32 if size < 2**31 else numpy.int64)
+def _narrow(ids: Tensor, size: int) -> Tensor:
+    """Ids for reads at random places: 32 bits where they suffice, in NumPy's memory, which has huge pages, or shared as
+    the given ones are.
+    """
+    dtype = numpy.int32 if size < 2**31 else numpy.int64
+    if ids.numpy().dtype == dtype:
+        return ids
+    narrow = torch.from_numpy(ids.numpy().astype(dtype))
+    return narrow.share_memory_() if ids.is_shared() else narrow
 
 
 def _homogeneous(output: pyg.HeteroSamplerOutput) -> pyg.SamplerOutput:
@@ -232,5 +269,12 @@ def _homogeneous(output: pyg.HeteroSamplerOutput) -> pyg.SamplerOutput:
 def _as_with_pyg_lib() -> Iterator[None]:
     """Lets PyTorch Geometric's constructor accept weights and times, which without pyg-lib it refuses."""
     names = ("WITH_PYG_LIB", "WITH_EDGE_TIME_NEIGHBOR_SAMPLE", "WITH_WEIGHTED_NEIGHBOR_SAMPLE")
-    with mock.patch.multiple(torch_geometric.typing, **dict.fromkeys(names, True)):
-        yield
+    with _flags_lock:
+        before = {name: getattr(torch_geometric.typing, name) for name in names}
+        try:
+            for name in names:
+                setattr(torch_geometric.typing, name, True)
+            yield
+        finally:
+            for name, flag in before.items():
+                setattr(torch_geometric.typing, name, flag)

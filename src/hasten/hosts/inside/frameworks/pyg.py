@@ -6,11 +6,21 @@ Without one of them, and neither is at the package index, a script that uses ``N
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from hasten.utils.graph_batch import graph_sampler, set_epoch
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.frameworks import FrameworkLoop
+    from hasten.hosts.inside.sites import Sites
+
+_epochs: WeakKeyDictionary[Any, Iterator[int]] = (
+    WeakKeyDictionary()
+)  # of the loaders of each sampler that was made here
 
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
@@ -19,6 +29,25 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     if available.WITH_PYG_LIB or available.WITH_TORCH_SPARSE:
         return
     module.NeighborSampler = _make_sampler
+    for name in ("NeighborLoader", "LinkNeighborLoader"):
+        if loader_class := vars(module).get(name):
+            loader_class.__iter__ = _count_epochs(loader_class.__iter__, loop.steps.sites)
+
+
+def _count_epochs(original: Callable[[Any], Any], sites: Sites) -> Callable[[Any], Any]:
+    """``__iter__`` of a loader, where each epoch has other samples, as with pyg-lib, also without ``shuffle``.
+
+    Epochs that hasten reads for a method are those of the script, and are not counted again.
+    """
+
+    @functools.wraps(original)
+    def iterate(loader: Any) -> Any:
+        sampler = graph_sampler(loader)
+        if sampler in _epochs and sites.line() is not None:
+            set_epoch(loader, next(_epochs[sampler]))
+        return original(loader)
+
+    return iterate
 
 
 def _make_sampler(*args: Any, **options: Any) -> Any:
@@ -26,7 +55,9 @@ def _make_sampler(*args: Any, **options: Any) -> Any:
     from hasten.graph import NeighborSampler
 
     _say_once()
-    return NeighborSampler(*args, **options)
+    sampler = NeighborSampler(*args, **options)
+    _epochs[sampler] = itertools.count()
+    return sampler
 
 
 @functools.cache
