@@ -1,5 +1,6 @@
 """Sorted graphs of the last aggregations, so that a full graph is sorted once per training."""
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -13,10 +14,10 @@ ENTRIES = 16
 
 
 class AdjacencyCache:
-    """Maps the tensors of a graph to its ``Adjacency``. Copies of it, as in a copied model, are empty."""
+    """Maps the tensors of a graph to its ``Adjacency``, as long as they live. A copied model has an empty one."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[Hashable, tuple[Any, Adjacency]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, Adjacency] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AdjacencyCache, ()
@@ -29,8 +30,11 @@ class AdjacencyCache:
             return build()
         key = (*((id(tensor), None if tensor is None else in_place_version(tensor)) for tensor in tensors), settings)
         if key not in self._entries:
-            self._entries[key] = tensors, build()  # holds the tensors, so that no other gets their id
+            self._entries[key] = build()
+            for tensor in tensors:  # another one may get its id; and a sampled graph must not outlive its batch
+                if tensor is not None:
+                    weakref.finalize(tensor, self._entries.pop, key, None)
             if len(self._entries) > ENTRIES:
                 self._entries.popitem(last=False)
         self._entries.move_to_end(key)
-        return self._entries[key][1]
+        return self._entries[key]
