@@ -2,12 +2,11 @@
 
 import pytest
 
-from hasten.core.recipe import Recipe
 from hasten.engine.registry import method_class, method_names
 from hasten.methods.in_memory_batches import fits_beside
 from hasten.profiling.advise import advise_without_profile
 from hasten.tuning.candidates import MethodSelection, candidates_for, strong_baselines
-from hasten.tuning.experience import exact_part, gpu_composition
+from hasten.tuning.experience import exact_part, gpu_compositions
 
 CPU = frozenset({"cpu", "bfloat16_hardware", "convolutions", "matrix_weights", "indexed_samples", "workers"})
 AMPERE = (CPU - {"cpu"}) | {"cuda", "tf32_hardware", "float16_hardware"}
@@ -77,11 +76,12 @@ def test_strong_baseline_of_a_cpu_has_no_method_of_gpus():
 
 
 def test_composition_of_a_gpu_is_tried_as_a_whole():
-    together = gpu_composition(AMPERE)
+    together, eager = gpu_compositions(AMPERE)
+    assert set(eager.methods) == {"bfloat16", "compile"}, "for a step that cannot be recorded"
     assert set(together.methods) == {"bfloat16", "compile", "cuda_graph"}
     assert set(exact_part(together).methods) == {"compile", "cuda_graph"}
-    assert set(gpu_composition(TURING).methods) == {"compile", "cuda_graph"}, "no units for bfloat16"
-    assert gpu_composition(CPU) == Recipe()
+    assert set(gpu_compositions(TURING)[0].methods) == {"compile", "cuda_graph"}, "no units for bfloat16"
+    assert gpu_compositions(CPU) == []
 
 
 @pytest.mark.parametrize(

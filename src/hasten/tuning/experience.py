@@ -43,15 +43,18 @@ def compositions(facts: Iterable[str], phases: Mapping[str, float], device: str)
     return recipes
 
 
-def gpu_composition(facts: Iterable[str]) -> Recipe:
-    """The methods that pay together on an NVIDIA GPU, more than each alone; empty where the run is not on one.
+def gpu_compositions(facts: Iterable[str]) -> list[Recipe]:
+    """The methods that pay together on an NVIDIA GPU, more than each alone; none where the run is not on one.
 
-    In the float32 of most tasks fused kernels and CUDA graphs gain little: the products take the time. In bfloat16 the
-    products are short, and launching kernels takes it.
+    All of them, then those that need no recorded step, since not every step can be recorded. In the float32 of most
+    tasks fused kernels and CUDA graphs gain little: the products take the time. In bfloat16 the products are short, and
+    launching kernels takes it.
     """
     cards = cards_that_state("on_gpu") if "cuda" in facts else {}
-    together = Recipe({name: {} for name, card in cards.items() if card.on_gpu.get("composition")})
-    return _applicable(together, frozenset(facts))
+    together = {name: card for name, card in cards.items() if card.on_gpu.get("composition")}
+    eager = {name: card for name, card in together.items() if "python_between_kernels" not in card.invalidates}
+    applicable = (_applicable(Recipe({name: {} for name in chosen}), frozenset(facts)) for chosen in (together, eager))
+    return [recipe for recipe in applicable if recipe]
 
 
 def is_exact(recipe: Recipe) -> bool:

@@ -14,7 +14,7 @@ from hasten.engine.environment import cores
 from hasten.engine.registry import drop_distributed
 from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.candidates import Candidates, strong_baselines
-from hasten.tuning.experience import compositions, exact_part, gpu_composition
+from hasten.tuning.experience import compositions, exact_part, gpu_compositions
 from hasten.tuning.finding import ESTIMATED, EXACT, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
@@ -77,9 +77,8 @@ def find_systems(
         rest = budget.part(max(0.0, 1 - withheld / max(budget.left(), 1e-9)))
         with rest, budget.reserve(seconds + _comparison_overhead(plan)), _keep_unconfirmed(state):
             if not state.candidates.is_restricted:
-                together = gpu_composition(state.diagnosis.get("facts") or ())
-                eager = together.drop("cuda_graph")  # a step that cannot be captured can be faster all the same
-                try_compositions(study, state.incumbents, [together, eager], samples, screening)
+                together = gpu_compositions(state.diagnosis.get("facts") or ())
+                try_compositions(study, state.incumbents, together, samples, screening)
             search_systems(study, state.incumbents, lower, samples, screening)
         with budget.part(1.0):
             _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds))
@@ -116,7 +115,7 @@ def experience_of(study: Study, state: SearchState) -> list[Recipe]:
     """The recipes that made tasks like this one faster, without the methods that cannot run where its loop is."""
     phases = {name: share for name, share in (state.diagnosis.get("phases") or {}).items() if share}
     recipes, facts = [], state.diagnosis.get("facts") or ()
-    for recipe in (gpu_composition(facts), *compositions(facts, phases, study.device)):
+    for recipe in (*gpu_compositions(facts), *compositions(facts, phases, study.device)):
         able = recipe.drop(*(name for name in recipe.methods if study.refusal(Recipe({name: {}}))))
         if able and able not in recipes:
             recipes.append(able)
