@@ -39,8 +39,8 @@ def hasten(*argv: str, directory: Path = SCRIPTS) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("epoch", {}, "schedule has no argument 'epoch' (did you mean epochs?)"),
-        ("lr", {"arguments": {}}, "has no argument 'lr'; if it reads one without argparse"),
+        ("epoch", {}, "schedule declares no argument 'epoch' (did you mean epochs?)"),
+        ("lr", {"arguments": {}}, "declares no argument 'lr'; it parses none with argparse"),
         ("data", {}, "data is 'made'; only a number above 0 can be varied"),
         ("dropout", {}, "dropout is 0.0; only a number above 0 can be varied"),
         ("lr", LONG, "8 s (9 of about 36 steps, which take about 32 s); give --budget 7m"),
@@ -80,35 +80,6 @@ def test_arguments_of_a_script_are_found_and_replaced():
     assert [len(run["evaluations"]) for run in runs] == [3, 2]
     assert [run["samples"] // run["steps"] for run in runs] == [16, 32]
     assert runs[0]["resolution"] == pytest.approx(1e-4)
-
-
-OWN_SETTINGS = """settings = {"lr": 1e-3, "epochs": 9}
-for word in sys.argv[1:]:
-    name, _, value = word.lstrip("-").partition("=")
-    settings[name] = float(value)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_arguments_that_a_script_reads_itself_are_found_and_replaced_on_its_command_line(tmp_path):
-    """As a script with a configurator of its own, OmegaConf or Hydra reads them: argparse never runs."""
-    text = (SCRIPTS / "tensors.py").read_text().replace("torch.manual_seed(1)", f"{OWN_SETTINGS}torch.manual_seed(1)")
-    text = text.replace("lr=1e-3", 'lr=settings["lr"]')
-    text = text.replace("int(sys.argv[1]) if len(sys.argv) > 1 else 1000", 'int(settings["epochs"])')
-    (tmp_path / "configured.py").write_text(text)
-    argv = [sys.executable, "configured.py", "--lr=0.002", "epochs=3"]
-    ref = ScriptRef.of_command(argv, directory=str(tmp_path), vary=("epochs", "lr"))
-    assert ScriptDescription(ref).facts(processes=1)["varied"] == {"epochs": 3, "lr": 0.002}
-    other = {"script_arguments": {"epochs": 2, "lr": 0.004}}
-    runs = [ScriptTrial(ref, methods=methods, device="cpu", seed=0).run() for methods in ({}, other)]
-    assert [len(run["evaluations"]) for run in runs] == [3, 2]
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(Recipe(other).to_toml())
-    trained = hasten("train", "--recipe", str(recipe), "--", *argv, directory=tmp_path)
-    by_hand = [sys.executable, "configured.py", "lr=0.004", "epochs=2"]
-    plain = subprocess.run(by_hand, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert trained.returncode == 0 and trained.stdout == plain.stdout, trained.stderr
 
 
 @pytest.mark.slow
@@ -159,6 +130,6 @@ def test_training_with_an_argument_that_is_not_declared_says_so(tmp_path):
     (tmp_path / "schedule.py").write_text((SCRIPTS / "schedule.py").read_text())
     argv = ("train", "--with", "script_arguments:layers=3", "--", sys.executable, "schedule.py", "--epochs", "1")
     done = hasten(*argv, directory=tmp_path)
-    assert done.returncode == 0 and "script_arguments has no effect: the training has no argument layers" in (
+    assert done.returncode == 0 and "script_arguments has no effect: the training declares no argument layers" in (
         done.stderr
     )

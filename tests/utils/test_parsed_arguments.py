@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from hasten.utils.parsed_arguments import after_parsing, numbers_on_command_line, replace_on_command_line
+from hasten.utils.parsed_arguments import after_parsing
 
 
 @pytest.fixture
@@ -60,37 +60,3 @@ def test_object_that_is_made_lazily_is_left_alone(seen):
     lazy = Lazy()
     after_parsing(lambda held: None)
     assert type(lazy) is Lazy
-
-
-COMMAND = [
-    "train.py",
-    "--lr",
-    "0.1",
-    "--batch-size=32",
-    "trainer.max_epochs=5",
-    "++wd=1e-4",
-    "name=run1",
-    "-e",
-    "3",
-    "7",
-]
-
-
-def test_numbers_on_the_command_line_are_found_however_they_are_written():
-    found = numbers_on_command_line(COMMAND)
-    assert found == {"lr": 0.1, "batch_size": 32, "trainer.max_epochs": 5, "wd": 1e-4, "e": 3}
-    assert type(found["batch_size"]) is int and type(found["wd"]) is float
-
-
-def test_numbers_on_the_command_line_are_replaced_where_they_stand():
-    argv = list(COMMAND)
-    before = replace_on_command_line(argv, {"lr": 0.2, "batch_size": 64, "trainer.max_epochs": 2, "layers": 3})
-    assert before == {"lr": 0.1, "batch_size": 32, "trainer.max_epochs": 5}
-    assert argv[1:5] == ["--lr", "0.2", "--batch-size=64", "trainer.max_epochs=2"] and argv[5:] == COMMAND[5:]
-
-
-@pytest.mark.parametrize(
-    "argv", [[], ["train.py"], ["train.py", "--lr"], ["train.py", "=", "--", "lr=", "--lr", "--fast"]]
-)
-def test_command_line_without_numbers_has_none(argv):
-    assert numbers_on_command_line(argv) == {}

@@ -157,9 +157,8 @@ def _varied(script: ScriptRef, site_map: dict[str, Any]) -> dict[str, float]:
     declared = site_map["arguments"]
     for name in script.vary:
         if name not in declared:
-            hint = suggest(name, declared) if declared else ""
-            advice = f"if it reads one without argparse, write its present value into the command: --{name}=0.1"
-            raise ConfigurationError(f"--vary: {script.name} has no argument {name!r}{hint}; {advice} or {name}=0.1")
+            hint = suggest(name, declared) if declared else "; it parses none with argparse"
+            raise ConfigurationError(f"--vary: {script.name} declares no argument {name!r}{hint}")
         value = declared[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigurationError(f"--vary: {name} is {value!r}; only a number above 0 can be varied")

@@ -1,18 +1,17 @@
-"""Other values of the arguments of a training script, such as its learning rate or its epochs."""
+"""Other values of the arguments that a training script itself declares, such as its learning rate or its epochs."""
 
-import sys
 from argparse import Namespace
 from typing import Any
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
-from hasten.utils.parsed_arguments import after_parsing, replace_on_command_line
+from hasten.utils.parsed_arguments import after_parsing
 
 
 class ScriptArguments(Method):
-    """Replaces arguments of the script by the options of this method.
+    """Replaces arguments of the script by the options of this method, once the script's ArgumentParser has parsed them.
 
-    ``lr=0.01`` replaces the attribute ``args.lr`` once the script's ArgumentParser has parsed it, and before, whoever
-    parses it, the number in ``--lr 0.1``, ``--lr=0.1`` or ``lr=0.1`` on the command line that the script sees.
+    An option has the name of the attribute that the script reads: ``lr=0.01`` replaces ``args.lr``. The command stays
+    as it is typed.
     """
 
     card = Card(
@@ -33,16 +32,16 @@ class ScriptArguments(Method):
         if not self.values:
             run.report_no_effect(self, "no argument is given to it")
             return context
-        before: dict[str, Any] = replace_on_command_line(sys.argv, self.values)
+        before: dict[str, Any] = {}
 
         def replace(arguments: Namespace) -> None:
             for name in self.values.keys() & getattr(arguments, "__dict__", {}).keys():
-                before.setdefault(name, getattr(arguments, name))
+                before[name] = getattr(arguments, name)
                 setattr(arguments, name, self.values[name])
 
         def observe() -> str:
             if missing := sorted(self.values.keys() - before.keys()):
-                raise NoEffectError(f"the training has no argument {' and no argument '.join(missing)}")
+                raise NoEffectError(f"the training declares no argument {' and no argument '.join(missing)}")
             changes = (f"{name} {value} instead of {before[name]}" for name, value in sorted(self.values.items()))
             return ", ".join(changes)
 

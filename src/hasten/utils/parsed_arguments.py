@@ -1,15 +1,10 @@
-"""The arguments of a program: seen, or replaced, before the program reads them.
-
-Those that argparse parses, and those that are numbers on the command line itself, whoever parses it: ``--lr 0.1``,
-``--lr=0.1``, and ``lr=0.1`` or ``trainer.max_epochs=5`` as OmegaConf, Hydra and many a script of its own read them.
-"""
+"""The arguments that a program parses with argparse: seen, or replaced, before the program reads them."""
 
 import functools
 import inspect
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 LENGTH = {"epoch", "epochs", "step", "steps", "iter", "iters", "iteration", "iterations", "updates"}
@@ -28,39 +23,6 @@ NO_LENGTH = {
     "resume",
     "patience",
 }
-
-
-ASSIGNMENT = re.compile(r"[-+]{0,2}([A-Za-z_][\w.-]*)=(.+)", re.DOTALL)  # Hydra adds and overrides with +
-OPTION = re.compile(r"--?([A-Za-z_][\w.-]*)")
-
-
-def numbers_on_command_line(argv: Sequence[str]) -> dict[str, int | float]:
-    """The arguments that are numbers: name, without dashes before it and with ``_`` for those in it -> value."""
-    return {name: value for _, name, value in _numbers(argv)}
-
-
-def replace_on_command_line(argv: list[str], values: Mapping[str, Any]) -> dict[str, int | float]:
-    """Replaces numbers in ``argv``, in place. Returns those that were there, by name."""
-    before: dict[str, int | float] = {}
-    for index, name, value in _numbers(argv):
-        if name in values:
-            before[name] = value
-            head, is_assignment, _ = argv[index].partition("=")
-            argv[index] = f"{head}={values[name]}" if is_assignment else str(values[name])
-    return before
-
-
-def _numbers(argv: Sequence[str]) -> Iterator[tuple[int, str, int | float]]:
-    """(position in ``argv`` of the value, name, value) of each argument that is a number; the command is skipped."""
-    for index, word in enumerate(argv[1:], start=1):
-        if assigned := ASSIGNMENT.fullmatch(word):
-            position, (name, text) = index, assigned.groups()
-        elif (option := OPTION.fullmatch(word)) and index + 1 < len(argv):
-            position, name, text = index + 1, option.group(1), argv[index + 1]
-        else:
-            continue
-        with suppress(ValueError):
-            yield position, name.replace("-", "_"), int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
 
 
 def names_length(name: str) -> bool:

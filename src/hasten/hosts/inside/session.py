@@ -37,7 +37,7 @@ from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside_files import CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
 from hasten.hosts.metric_loggers import WATCHED as TRACKERS
-from hasten.utils.parsed_arguments import after_parsing, numbers_on_command_line
+from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
 
 current: Session | None = None  # of this process; ``hasten.attach`` looks for it
@@ -70,9 +70,8 @@ class Session:
             self._fail(error)
         self.checkpoints: CheckpointSeam | None = None
         self.resumed_from: list[str] = []
-        if spec["mode"] != "train":  # after methods have changed them
-            self.arguments |= numbers_on_command_line(sys.argv)
-            after_parsing(self._note_arguments)
+        if spec["mode"] != "train":
+            after_parsing(self._note_arguments)  # after those that methods change
             self.checkpoints = CheckpointSeam(self._note_checkpoint)
         if spec["seed"] is not None:
             seeded: list[str] = []
