@@ -39,8 +39,12 @@ def hasten(*argv: str, directory: Path = SCRIPTS) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("epoch", {}, "schedule declares no argument 'epoch' (did you mean epochs?)"),
-        ("lr", {"arguments": {}}, "declares no argument 'lr'; it parses none with argparse"),
+        (
+            "epoch",
+            {},
+            "schedule parses no argument 'epoch' with argparse, and its command gives it no number (did",
+        ),
+        ("lr", {"arguments": {}}, "; give its present value in the command, such as --lr=0.1 or lr=0.1"),
         ("data", {}, "data is 'made'; only a number above 0 can be varied"),
         ("dropout", {}, "dropout is 0.0; only a number above 0 can be varied"),
         ("lr", LONG, "8 s (9 of about 36 steps, which take about 32 s); give --budget 7m"),
@@ -130,6 +134,39 @@ def test_training_with_an_argument_that_is_not_declared_says_so(tmp_path):
     (tmp_path / "schedule.py").write_text((SCRIPTS / "schedule.py").read_text())
     argv = ("train", "--with", "script_arguments:layers=3", "--", sys.executable, "schedule.py", "--epochs", "1")
     done = hasten(*argv, directory=tmp_path)
-    assert done.returncode == 0 and "script_arguments has no effect: the training declares no argument layers" in (
+    assert done.returncode == 0 and "script_arguments has no effect: the training has no argument layers" in (
         done.stderr
     )
+
+
+def configured(*arguments: str, vary: tuple[str, ...] = ()) -> ScriptRef:
+    argv = [sys.executable, "configured.py", *arguments]
+    return ScriptRef.of_command(argv, directory=str(SCRIPTS), vary=vary)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_numbers_of_the_command_are_found_and_replaced_there():
+    ref = configured("--lr=0.02", "epochs=3", vary=("lr", "epochs"))
+    assert ScriptDescription(ref).facts(processes=1)["varied"] == {"lr": 0.02, "epochs": 3}
+    other = {"script_arguments": {"epochs": 2, "lr": 0.03}}
+    runs = [ScriptTrial(ref, methods=methods, device="cpu", seed=0).run() for methods in ({}, other)]
+    assert [len(run["evaluations"]) for run in runs] == [3, 2]
+    assert runs[0]["evaluations"][0]["metric"] != runs[1]["evaluations"][0]["metric"]
+    check = check_exactness(ref, {}, other, "CHANGES_TRAINING", "cpu", 0, None)
+    assert check["passed"] and "the script trains with lr 0.03, epochs 2" in check["why"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_number_that_does_not_reach_the_script_has_no_effect(tmp_path):
+    (tmp_path / "configured.py").write_text((SCRIPTS / "configured.py").read_text())
+    (tmp_path / "run.sh").write_text(f"exec {sys.executable} configured.py epochs=2 $KEEP\n")
+    argv = ("train", "--with", "script_arguments:lr=0.05", "--", "bash", "run.sh", "lr=0.01")
+    done = hasten(*argv, directory=tmp_path)
+    assert done.returncode == 0 and "no effect: the training has no argument lr" in done.stderr
+    (tmp_path / "run.sh").write_text(f"exec {sys.executable} configured.py epochs=2 $@\n")
+    done = hasten(*argv, directory=tmp_path)
+    by_hand = [sys.executable, "configured.py", "epochs=2", "lr=0.05"]
+    assert done.returncode == 0 and "no effect" not in done.stderr
+    assert done.stdout == subprocess.run(by_hand, cwd=tmp_path, capture_output=True, text=True).stdout != ""

@@ -13,11 +13,12 @@ import io
 import itertools
 import re
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import sort_methods
 from hasten.engine.registry import make_methods, options_of
@@ -49,20 +50,29 @@ class ScriptEdit:
     by_hand: str  # what to do where no edit is possible
 
 
-def write_patch(sites: Sequence[Site], recipe: Recipe, directory: str | Path, script: str | None = None) -> str:
+def write_patch(
+    sites: Sequence[Site],
+    recipe: Recipe,
+    directory: str | Path,
+    script: str | None = None,
+    edit: Callable[[Method], ScriptEdit] | None = None,
+) -> str:
     """The patch for a recipe.
 
     Args:
         sites: ``{"kind": "loader" | "optimizer" | "model" | "evaluation", "file": path, "line": int, "index": int}`` of
             each site; ``"type"``, if there, is the class of the object. Several objects of one line differ in index.
+            The kind "argument NAME" is a call that passes a number by this name.
         recipe: The methods. An edit applies to all sites of its kind.
         directory: Where ``patch -p1`` will run; relative paths of files are relative to it.
         script: The file that is started, for edits of the process; relative to ``directory``.
+        edit: The edit of each method; None for that of its card.
 
     Returns:
         A comment block if something is to be done by hand, then the diff.
     """
-    return patch_of([edit_of(method) for method in sort_methods(make_methods(recipe))], sites, Path(directory), script)
+    edits = map(edit or edit_of, sort_methods(make_methods(recipe)))
+    return patch_of(edits, sites, Path(directory), script)
 
 
 def line_of_model(directory: str | Path, file: str, line: int) -> int:
@@ -170,6 +180,8 @@ class _File:
                 self._wrap_evaluation(line, text)
             elif kind == "model":
                 self._insert_after_assignment(line, text)
+            elif kind.startswith("argument "):
+                self._replace_keyword(self._calls(line, (name,)), text)
             else:
                 for call in self._calls(line, (name, *CALLEES.get(kind, ()))):
                     self._add_keywords(call, text)
@@ -231,6 +243,14 @@ class _File:
             raise _CannotEditError("the call passes foreach=, which excludes fused=")
         if added:
             self._append_arguments(call, ", ".join(added))
+
+    def _replace_keyword(self, calls: list[ast.Call], text: str) -> None:
+        """Sets an argument of the one call that passes it by its name."""
+        name = text.partition("=")[0]
+        passing = [call for call in calls if any(keyword.arg == name for keyword in call.keywords)]
+        if len(passing) != 1:
+            raise _CannotEditError(f"no call passes {name} by its name")
+        self._add_keywords(passing[0], text)
 
     def _append_arguments(self, call: ast.Call, text: str) -> None:
         """Adds arguments after the last one of a call: on its line, or on a line of their own if it has one."""

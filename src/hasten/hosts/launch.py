@@ -37,7 +37,7 @@ def train_script(script: ScriptRef, recipe: Recipe, device: str | None, sites: d
     with tempfile.TemporaryDirectory(prefix="hasten-") as directory:
         write_spec(Path(directory), script, recipe.methods, pick_device(device), None, sites, mode="train")
         environment = injected(script.environment, Path(directory))  # without a recipe too: see frameworks/pyg.py
-        with subprocess.Popen(script.argv, cwd=script.directory, env=environment) as process:
+        with subprocess.Popen(script.argv_under(recipe.methods), cwd=script.directory, env=environment) as process:
             previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             for number in previous:  # the terminal sends Ctrl-C to both: the script decides, and its code counts
                 signal.signal(number, lambda number, _: number != signal.SIGINT and process.send_signal(number))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
 FILE = "sites.json"  # beside the recipe that was found with it
-KINDS = ("loaders", "optimizers", "models", "evaluations", "seeds")
+KINDS = ("loaders", "optimizers", "models", "evaluations", "seeds", "framework_arguments")
 
 _known: dict[str, dict[str, Any]] = {}  # by fingerprint of the script
 _hidden: dict[str, list[str]] = {}  # the same: paths of checkpoints, without which its trials start
@@ -92,7 +92,7 @@ def read_beside(recipe: str | None) -> dict[str, Any] | None:
     if path is None or not path.is_file():
         return None
     try:
-        site_map = json.loads(path.read_text(encoding="utf-8"))
+        site_map = {"framework_arguments": [], **json.loads(path.read_text(encoding="utf-8"))}  # newer than some maps
         return {"fingerprint": site_map.get("fingerprint"), **{kind: list(site_map[kind]) for kind in KINDS}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path} is no site map ({type(error).__name__}); tune again, or remove it") from None

@@ -61,7 +61,7 @@ class Session:
         self.block: dict[str, Any] | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
         self.code: CodeObserver | None = None
-        self.arguments: dict[str, Any] = {}  # that the script has parsed, as it sees them
+        self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
         self.composition: Any = None
         try:
             if spec["methods"]:
@@ -430,8 +430,9 @@ class Session:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Those values that are data: numbers, texts, None."""
-    return {name: value for name, value in values.items() if isinstance(value, (int, float, str, type(None)))}
+    """The values that are data, numbers, texts and None; in place of any other, its type."""
+    data = (int, float, str, type(None))
+    return {name: value if isinstance(value, data) else type(value).__name__ for name, value in values.items()}
 
 
 def _named(root: torch.nn.Module, index: int) -> list[tuple[str, torch.nn.Parameter]]:
