@@ -73,6 +73,21 @@ def test_patch_edits_the_sites_that_the_recipe_acts_on(tmp_path):
     ]
 
 
+def test_arguments_are_changed_where_they_are_passed_or_typed(tmp_path):
+    ref = written(tmp_path, framework_arguments=[{"site": "train.py:11#1", "type": "Adam", "names": ["eps", "lr"]}])
+    recipe = Recipe({"script_arguments": {"lr": 0.004, "eps": 1e-6}})
+    patch = patch_script(ref, recipe, str(tmp_path / "recipe.toml"), None)
+    assert "+optimizer = torch.optim.Adam(model.parameters(), lr=0.004)" in patch.splitlines()
+    assert "#     train.py:11: no call passes eps by its name; the edit is: eps=1e-06" in patch.splitlines()
+    typed = ScriptRef.of_command([*ref.argv, "model.depth=4", "--lr", "0.1"], directory=str(tmp_path))
+    sites = {"fingerprint": typed.fingerprint(), **SITES}  # without framework_arguments, as older ones are
+    (tmp_path / "sites.json").write_text(json.dumps(sites))
+    recipe = Recipe({"script_arguments": {"lr": 0.2, "model.depth": 2, "epochs": 3}})
+    patch = patch_script(typed, recipe, str(tmp_path / "recipe.toml"), None)
+    command = f"{sys.executable} train.py model.depth=2 --lr 0.2"
+    assert patch.splitlines()[-1] == f"#     by hand: start the script as: {command}, and with epochs = 3"
+
+
 def test_eject_without_a_recipe_takes_that_of_the_search(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     ref = written(tmp_path)

@@ -1,5 +1,6 @@
 """``--vary``: the arguments of a script are found, other values are tried, and a recipe sets them."""
 
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
@@ -21,6 +23,7 @@ from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import first_outcome
 from hasten.tuning.training_stage import run_baseline
 from hasten.tuning.trial_store import TrialStore
+from hasten.tuning.tune import tune
 
 SCRIPTS = Path(__file__).with_name("scripts")
 KNOWN = {"arguments": {"epochs": 12, "lr": 0.01, "data": "made", "dropout": 0.0}, "total_steps": 9, "metric": {}}
@@ -137,6 +140,30 @@ def test_training_with_an_argument_that_is_not_declared_says_so(tmp_path):
     assert done.returncode == 0 and "script_arguments has no effect: the training has no argument layers" in (
         done.stderr
     )
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_tuned_arguments_of_a_command_are_trained_with_and_shown(tmp_path, monkeypatch, capfd):
+    """From the search to the result; in this process, so that a large budget does not make the search longer."""
+    monkeypatch.setattr("hasten.tuning.joint_search.POINTS", (4, 4))
+    monkeypatch.setattr("hasten.tuning.training_stage.BASELINE_SEEDS", 2)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configured.py").write_text((SCRIPTS / "configured.py").read_text())
+    command = [sys.executable, "configured.py", "epochs=300", "--lr=0.0003"]
+    ref = ScriptRef.of_command(command, vary=("lr", "epochs"))
+    result = tune(ref, methods=["script_arguments"], budget="10m", device="cpu")
+    assert result["verdict"] == "faster", result["trials"]
+    recipe = tmp_path / "runs" / "tune-configured" / "recipe.toml"
+    arguments = tomllib.loads(recipe.read_text())["methods"]["script_arguments"]
+    assert arguments["epochs"] < 300 and arguments["lr"] > 0.0003
+    tuned = [*command[:2], f"epochs={arguments['epochs']}", f"--lr={arguments['lr']}"]
+    trained = hasten("train", "--recipe", str(recipe), "--", *command, directory=tmp_path)
+    assert trained.returncode == 0
+    assert trained.stdout == subprocess.run(tuned, capture_output=True, text=True, check=True).stdout
+    capfd.readouterr()
+    assert main(["eject", "--", *command]) == 0
+    assert f"start the script as: {shlex.join(tuned)}" in capfd.readouterr().out
 
 
 def configured(*arguments: str, vary: tuple[str, ...] = ()) -> ScriptRef:

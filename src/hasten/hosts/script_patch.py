@@ -54,7 +54,7 @@ def _command_by_hand(script: ScriptRef, values: Mapping[str, Any], parsed: Mappi
     more = ", ".join(f"{name} = {value}" for name, value in parsed.items())
     if command == list(script.argv):
         return f"start the script with other values of its arguments: {more}" if more else ""
-    return f"start the script as: {shlex.join(command)}" + (f" and with {more}" if more else "")
+    return f"start the script as: {shlex.join(command)}" + (f", and with {more}" if more else "")
 
 
 def _argument_places(sites: dict[str, Any]) -> list[Site]:

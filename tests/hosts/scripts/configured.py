@@ -5,25 +5,25 @@ import sys
 import torch
 from torch import nn
 
-epochs, lr, batch_size = 6, 0.01, 50
+epochs, lr, batch_size = 6, 0.01, 500
 for argument in sys.argv[1:]:
     name, _, value = argument.lstrip("-").partition("=")
     globals()[name] = type(globals()[name])(value)
 
 torch.manual_seed(0)
-inputs = torch.randn(1200, 8)
-targets = inputs.sum(1, keepdim=True) + torch.randn(1200, 1)
-data = torch.utils.data.TensorDataset(inputs[:1000], targets[:1000])
-loader = torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=True)
+generator = torch.Generator().manual_seed(3)
+inputs = torch.randn(12000, 8, generator=generator)
+targets = inputs.sum(1, keepdim=True) + torch.randn(12000, 1, generator=generator)
 model = nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 for epoch in range(epochs):
     model.train()
-    for batch, labels in loader:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(batch), labels).backward()
-        optimizer.step()
+    for rows in torch.randperm(10000).split(batch_size):
+        model.zero_grad()
+        nn.functional.mse_loss(model(inputs[rows]), targets[rows]).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= lr * parameter.grad
     model.eval()
     with torch.no_grad():
-        loss = nn.functional.mse_loss(model(inputs[1000:]), targets[1000:]).item()
-    print(f"epoch {epoch}: val loss {loss:.4f}", flush=True)
+        loss = nn.functional.mse_loss(model(inputs[10000:]), targets[10000:]).item()
+    print(f"epoch {epoch}: val loss {loss:.2f}", flush=True)

@@ -83,11 +83,11 @@ class Session:
         self.loop = FrameworkLoop(self.steps, self.models, self._note_no_torch_optimizer, in_float64)
         if self.composition:
             self.composition.run.services.trainer = lambda: self.loop.trainer
-        watchers: dict[str, Any] = {name: partial(watch, loop=self.loop) for name, watch in FRAMEWORKS.items()}
+        watchers: list[dict[str, Any]] = [{name: partial(watch, loop=self.loop) for name, watch in FRAMEWORKS.items()}]
         if spec["mode"] != "train":
-            watchers |= {name: partial(watch, report=self._note_logged) for name, watch in TRACKERS.items()}
-            watchers |= OFFLINE
-        ImportFinder({name: self._guarded(watch) for name, watch in watchers.items()})
+            watchers.append({name: partial(watch, report=self._note_logged) for name, watch in TRACKERS.items()})
+            watchers.append(OFFLINE)
+        ImportFinder(*({name: self._guarded(watch) for name, watch in one.items()} for one in watchers))
         atexit.register(self._finish)
 
     def _compose(self) -> Any:
