@@ -11,6 +11,7 @@ import pytest
 from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
+from hasten.hosts.launch import check_same_script
 from hasten.hosts.script_patch import patch_script
 from hasten.hosts.script_ref import ScriptRef
 
@@ -86,6 +87,55 @@ def test_arguments_are_changed_where_they_are_passed_or_typed(tmp_path):
     patch = patch_script(typed, recipe, str(tmp_path / "recipe.toml"), None)
     command = f"{sys.executable} train.py model.depth=2 --lr 0.2"
     assert patch.splitlines()[-1] == f"#     by hand: start the script as: {command}, and with epochs = 3"
+
+
+def test_module_that_runs_is_edited_where_the_command_names_no_file(tmp_path):
+    written(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import train\n")
+    ref = ScriptRef.of_command([sys.executable, "-m", "package"], directory=str(tmp_path))
+    sites = {"fingerprint": ref.fingerprint(), "main": "package/__main__.py", **SITES}
+    (tmp_path / "sites.json").write_text(json.dumps(sites))
+    recipe = Recipe.parse("num_threads:count=2 + malloc_tuning")
+    patch = patch_script(ref, recipe, str(tmp_path / "recipe.toml"), None)
+    assert "+++ b/package/__main__.py" in patch and "Not in this patch" not in patch
+    assert "+torch.set_num_threads(2)" in patch and "mallopt" in patch
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_module_that_runs_is_found_by_watching(tmp_path):
+    written(tmp_path)
+    (tmp_path / "run.sh").write_text(f"exec {sys.executable} -m package\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import train\n")
+    ref = ScriptRef.of_command(["bash", "run.sh"], directory=str(tmp_path))
+    patch = patch_script(ref, Recipe.parse("num_threads:count=2"), None, "cpu")
+    assert "+++ b/package/__main__.py" in patch and "+torch.set_num_threads(2)" in patch
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "message"),
+    [
+        ("other.py", "import torch\n", "it was found with train.py, which is not what"),
+        ("other.py", "from train import main\n", None),
+        ("train.py", SCRIPT + "\n", None),
+        ("gone", "", "it was found with train.py, which does not exist here"),
+    ],
+)
+def test_recipe_of_another_script_is_refused_before_it_starts(tmp_path, command, text, message):
+    sites = {"fingerprint": "of the search", "main": "train.py", **SITES}
+    file = "other.py" if command == "gone" else command
+    if command != "gone":
+        (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / file).write_text(text)
+    ref = ScriptRef.of_command([sys.executable, file], directory=str(tmp_path))
+    if message is None:
+        return check_same_script(ref, sites)
+    with pytest.raises(ConfigurationError) as error:
+        check_same_script(ref, sites)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    return None
 
 
 def test_eject_without_a_recipe_takes_that_of_the_search(tmp_path, monkeypatch, capsys):

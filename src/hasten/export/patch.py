@@ -174,8 +174,7 @@ class _File:
         before = copy.deepcopy((self.insertions, self.replacements))
         try:
             if kind == "process":
-                self._ensure_torch()
-                self._insert_after(self._torch_import(), text)
+                self._insert_for_process(text)
             elif kind == "evaluation":
                 self._wrap_evaluation(line, text)
             elif kind == "model":
@@ -335,6 +334,31 @@ class _File:
         missing = "" if last.endswith("\n") else "\n"
         self._insert(end, missing + "".join(f"{indent}{line}\n" for line in text.split("\n")))
 
+    def _insert_for_process(self, text: str) -> None:
+        """Inserts lines after the imports at the top that begin with torch's; without these, before everything: the
+        module may start the training by an import.
+        """
+        try:
+            self._ensure_torch()
+            return self._insert_after(self._torch_import(), text)
+        except _CannotEditError:
+            if not self.tree.body or self._has_torch():
+                raise
+        first = next((one for one in self.tree.body if not _comes_first(one)), None)
+        if first is None:
+            raise _CannotEditError("the file holds no statement")
+        offset = self.lines[min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]) - 1]
+        if "torch." in text:
+            self._insert(offset, "import torch\n")
+        return self._insert(offset, f"{text}\n")
+
+    def _has_torch(self) -> bool:
+        """Whether the file imports torch at its top."""
+        try:
+            return bool(self._torch_import())
+        except _CannotEditError:
+            return False
+
     def _torch_import(self) -> ast.stmt:
         """The last of the import statements that follow the one of torch at the top of the file."""
         for number, statement in enumerate(self.tree.body):
@@ -423,6 +447,12 @@ def _takes_gradients(node: ast.AST, functions: set[str]) -> bool:
         if _callee(call) in GRADIENTS or (is_own and _callee(call) in functions):
             return True
     return False
+
+
+def _comes_first(statement: ast.stmt) -> bool:
+    """Whether a statement has to stay at the top of its file: a docstring, or an import from __future__."""
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_text or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__")
 
 
 def _yields(function: ast.AST) -> bool:

@@ -13,6 +13,7 @@ from hasten.export.patch import ScriptEdit, Site, edit_of, line_of_model, write_
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.launch import check_train
 from hasten.hosts.script_ref import ScriptRef
+from hasten.hosts.site_map import known_sites
 from hasten.utils.typed_arguments import typed_numbers, with_typed
 
 TRAINING = "training"  # role of a loader
@@ -31,7 +32,7 @@ def patch_script(script: ScriptRef, recipe: Recipe, recipe_file: str | None, dev
     sites = check_train(script, recipe, recipe_file, processes=1)
     if sites is None or sites["fingerprint"] != script.fingerprint():
         sites = _watch(script, pick_device(device))
-    file = os.path.relpath(script.file, script.directory) if script.file else None
+    file = os.path.relpath(script.file, script.directory) if script.file else sites["main"]
     places = [*_as_places(sites, script.directory), *_argument_places(sites)]
     return write_patch(places, recipe, script.directory, file, lambda method: _edit(script, method, places))
 
@@ -66,7 +67,7 @@ def _argument_places(sites: dict[str, Any]) -> list[Site]:
 def _watch(script: ScriptRef, device: str) -> dict[str, Any]:
     with ScriptArm(script, methods={}, device=device, seed=0) as arm:
         arm.build()
-    return script.sites() or {}
+    return known_sites(script) or {}
 
 
 def _as_places(sites: dict[str, Any], directory: str) -> list[Site]:

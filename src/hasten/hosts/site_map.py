@@ -42,6 +42,7 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
         "watched_seconds",
         "watched_steps",
         "metric_has_come",
+        "main",
     ):
         value = described.get(name)
         site_map[name] = before.get(name) if value is None else value
@@ -78,12 +79,12 @@ def write(directory: Path, script: ScriptRef) -> None:
     site_map = known_sites(script)
     if site_map is not None:
         sites = {kind: site_map[kind] for kind in KINDS}  # not the parsed arguments, which may hold a password
-        text = json.dumps({"fingerprint": script.fingerprint(), **sites}, indent=1)
+        text = json.dumps({"fingerprint": script.fingerprint(), "main": site_map["main"], **sites}, indent=1)
         (directory / FILE).write_text(text, encoding="utf-8")
 
 
 def read_beside(recipe: str | None) -> dict[str, Any] | None:
-    """The site map beside a recipe file, and the ``fingerprint`` of its script; None without one.
+    """The site map beside a recipe file, the ``fingerprint`` of its script, and its ``main`` file; None without one.
 
     Raises:
         ConfigurationError: It cannot be read.
@@ -93,6 +94,7 @@ def read_beside(recipe: str | None) -> dict[str, Any] | None:
         return None
     try:
         site_map = {"framework_arguments": [], **json.loads(path.read_text(encoding="utf-8"))}  # newer than some maps
-        return {"fingerprint": site_map.get("fingerprint"), **{kind: list(site_map[kind]) for kind in KINDS}}
+        own = {name: site_map.get(name) for name in ("fingerprint", "main")}
+        return {**own, **{kind: list(site_map[kind]) for kind in KINDS}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path} is no site map ({type(error).__name__}); tune again, or remove it") from None

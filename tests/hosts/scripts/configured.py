@@ -26,4 +26,4 @@ for epoch in range(epochs):
     model.eval()
     with torch.no_grad():
         loss = nn.functional.mse_loss(model(inputs[10000:]), targets[10000:]).item()
-    print(f"epoch {epoch}: val loss {loss:.2f}", flush=True)
+    print(f"epoch {epoch}: val loss {loss:.4f}", flush=True)

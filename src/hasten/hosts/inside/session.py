@@ -355,6 +355,7 @@ class Session:
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
             "arguments": self.arguments,
+            "main": self.sites.main(),
             "expected_steps": facts.expected_steps(self.arguments, self.loaders.training_loaders(), self.steps),
             **self._evaluations(),
             **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, of_loop),
