@@ -186,10 +186,22 @@ while True:
         worker.call("build")
 
 
-def test_script_that_is_not_reproducible_gets_statistics(tmp_path):
-    text = (SCRIPTS / "tensors.py").read_text().replace("torch.manual_seed(1)", "torch.seed()")
-    check = check_exactness(written(tmp_path, text), {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
-    assert check["statistics"] and "not reproducible" in check["why"]
+@pytest.mark.parametrize(
+    ("seed", "cause"),
+    [
+        ("torch.seed()", "calls torch.seed without a seed"),
+        (
+            "torch.manual_seed(__import__('time').time_ns() % 10**9)",
+            "calls torch.manual_seed with another seed in each",
+        ),
+    ],
+)
+def test_script_that_is_not_reproducible_gets_statistics_and_the_cause(tmp_path, seed, cause):
+    text = (SCRIPTS / "tensors.py").read_text()
+    line = text[: text.index("torch.manual_seed(1)")].count("\n") + 1
+    ref = written(tmp_path, text.replace("torch.manual_seed(1)", seed))
+    check = check_exactness(ref, {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
+    assert check["statistics"] and f"not reproducible (train.py:{line} {cause}" in check["why"]
 
 
 def test_evaluation_with_gradients_is_found_and_spared(tmp_path):

@@ -23,7 +23,7 @@ from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import first_outcome
 from hasten.tuning.training_stage import run_baseline
 from hasten.tuning.trial_store import TrialStore
-from hasten.tuning.tune import tune
+from hasten.tuning.tune import search_directory
 
 SCRIPTS = Path(__file__).with_name("scripts")
 KNOWN = {"arguments": {"epochs": 12, "lr": 0.01, "data": "made", "dropout": 0.0}, "total_steps": 9, "metric": {}}
@@ -103,19 +103,35 @@ def test_length_of_the_training_has_an_effect_that_the_first_steps_do_not_show()
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_search_finds_a_shorter_training_with_a_higher_rate(tmp_path, monkeypatch):
-    """The training stage of a search by itself, so that no budget ends it on a busy machine."""
+def test_shorter_training_with_a_higher_rate_is_found_trained_with_and_shown(tmp_path, monkeypatch, capfd):
+    """The training stage of a search by itself, so that no budget ends it on a busy machine; then its recipe."""
     monkeypatch.setattr("hasten.tuning.joint_search.POINTS", (4, 4))
     monkeypatch.setattr("hasten.tuning.training_stage.BASELINE_SEEDS", 2)
-    ref = script(vary=("lr", "epochs"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configured.py").write_text((SCRIPTS / "configured.py").read_text())
+    command = [sys.executable, "configured.py", "epochs=300", "--lr=0.0003"]
+    ref = ScriptRef.of_command(command, vary=("lr", "epochs"))
     varied = ScriptDescription(ref).facts(processes=1)["varied"]
     study = Study(ref, "cpu", TrialStore(tmp_path, {}), Budget(10_000.0), no_progress, higher_is_better=False)
     diagnosis = {"advice": [{"method": "script_arguments", "bound": None}]}
     (item,) = candidates_for(diagnosis, MethodSelection.of(None, ()), study.refusal, varied).training
     baseline, incumbents = run_baseline(study, None), Incumbents()
     search_jointly(study, incumbents, [item], baseline, first_outcome(study, incumbents, baseline))
-    arguments = incumbents.best.methods["script_arguments"]
-    assert arguments["epochs"] < 12 and arguments["lr"] > 0.002, study.trials
+    best = incumbents.best
+    arguments = best.methods["script_arguments"]
+    assert arguments["epochs"] < 300 and arguments["lr"] > 0.0003, study.trials
+
+    directory = search_directory(ref)
+    directory.mkdir(parents=True)
+    (directory / "recipe.toml").write_text(best.to_toml())
+    ref.write_sites(directory)
+    tuned = [*command[:2], f"epochs={arguments['epochs']}", f"--lr={arguments['lr']}"]
+    trained = hasten("train", "--recipe", str(directory / "recipe.toml"), "--", *command, directory=tmp_path)
+    by_hand = subprocess.run(tuned, capture_output=True, text=True, check=True)
+    assert trained.returncode == 0 and trained.stdout == by_hand.stdout != ""
+    capfd.readouterr()
+    assert main(["eject", "--", *command]) == 0
+    assert f"start the script as: {shlex.join(tuned)}" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -140,30 +156,6 @@ def test_training_with_an_argument_that_is_not_declared_says_so(tmp_path):
     assert done.returncode == 0 and "script_arguments has no effect: the training has no argument layers" in (
         done.stderr
     )
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_tuned_arguments_of_a_command_are_trained_with_and_shown(tmp_path, monkeypatch, capfd):
-    """From the search to the result; in this process, so that a large budget does not make the search longer."""
-    monkeypatch.setattr("hasten.tuning.joint_search.POINTS", (4, 4))
-    monkeypatch.setattr("hasten.tuning.training_stage.BASELINE_SEEDS", 2)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configured.py").write_text((SCRIPTS / "configured.py").read_text())
-    command = [sys.executable, "configured.py", "epochs=300", "--lr=0.0003"]
-    ref = ScriptRef.of_command(command, vary=("lr", "epochs"))
-    result = tune(ref, methods=["script_arguments"], budget="10m", device="cpu")
-    assert result["verdict"] == "faster", result["trials"]
-    recipe = tmp_path / "runs" / "tune-configured" / "recipe.toml"
-    arguments = tomllib.loads(recipe.read_text())["methods"]["script_arguments"]
-    assert arguments["epochs"] < 300 and arguments["lr"] > 0.0003
-    tuned = [*command[:2], f"epochs={arguments['epochs']}", f"--lr={arguments['lr']}"]
-    trained = hasten("train", "--recipe", str(recipe), "--", *command, directory=tmp_path)
-    assert trained.returncode == 0
-    assert trained.stdout == subprocess.run(tuned, capture_output=True, text=True, check=True).stdout
-    capfd.readouterr()
-    assert main(["eject", "--", *command]) == 0
-    assert f"start the script as: {shlex.join(tuned)}" in capfd.readouterr().out
 
 
 def configured(*arguments: str, vary: tuple[str, ...] = ()) -> ScriptRef:

@@ -19,6 +19,7 @@ runs, and the result says that this is statistics.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,11 +70,14 @@ ROUNDED = {f"{Rounded.__module__}:{Rounded.__name__}": {}}
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """The first steps of a script: hash and values of its weights, gradients of its first step, parsed arguments."""
+    """The first steps of a script: hash and values of its weights, gradients of its first step, parsed arguments, the
+    seeds that it has set.
+    """
 
     steps: int
     hash: str
     arguments: dict[str, Any]
+    seeds: list[dict[str, Any]]
     weights: Weights
     gradients: Weights
 
@@ -168,7 +172,8 @@ class _Runs:
             raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")
         if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
             raise RunError(f"{bad[0]} is not finite after {found['steps']} steps of {Recipe(methods)}")
-        return ScriptRun(found["steps"], found["hash"], described["arguments"], weights, gradients)
+        seeds = described["sites"]["seeds"]
+        return ScriptRun(found["steps"], found["hash"], described["arguments"], seeds, weights, gradients)
 
 
 def _result(passed: bool, number: float, why: str, statistics: bool = False) -> dict[str, Any]:
@@ -236,10 +241,25 @@ def _judge_by_noise(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]
     number = _difference(runs.run(base, keep=True).weights, runs.run(candidate).weights)
     passed = number <= NOISE_FACTOR * noise
     why = (
-        f"this script is not reproducible: two runs of it differ by {noise:.1e} after {first.steps} steps, so that "
-        f"equal bits cannot be shown; with the recipe they differ by {number:.1e}"
+        f"this script is not reproducible{_why_not(first, second)}: two runs of it differ by {noise:.1e} after "
+        f"{first.steps} steps, so that equal bits cannot be shown; with the recipe they differ by {number:.1e}"
     )
     return _result(passed, number, why, statistics=True)
+
+
+def _why_not(first: ScriptRun, second: ScriptRun) -> str:
+    """Why two runs of a script differ, as far as the seeds show that its own code sets; hasten sets all others."""
+    before = {(entry["site"], entry["type"]): entry["seed"] for entry in first.seeds}
+    for entry in second.seeds:
+        key = entry["site"], entry["type"]
+        site = entry["site"].partition("#")[0]
+        if os.path.isabs(site):  # a library
+            continue
+        if entry["seed"] is None:
+            return f" ({site} calls {entry['type']} without a seed)"
+        if before.get(key, entry["seed"]) != entry["seed"]:
+            return f" ({site} calls {entry['type']} with another seed in each run)"
+    return ""
 
 
 _CHECKS = {

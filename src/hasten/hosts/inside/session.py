@@ -76,7 +76,7 @@ class Session:
         if spec["seed"] is not None:
             seeded: list[str] = []
             self.sites.records["seeds"] = []
-            seeds.seed_process(spec["seed"], lambda name: self._note_seed(name, seeded))
+            seeds.seed_process(spec["seed"], lambda *seed: self._note_seed(*seed, seeded))
         self._install(spec["sites"] or {})
         in_float64 = bool(self.composition) and self.composition.in_float64
         self.declared: dict[str, str] = {}  # name of a metric that ``hasten.attach`` was given -> "min", "max" or ""
@@ -154,10 +154,11 @@ class Session:
             self.resumed_from.append(path)
             (self.directory / RESUMED).write_text(json.dumps(self.resumed_from), encoding="utf-8")
 
-    def _note_seed(self, name: str, seeded: list[str]) -> None:
-        if name not in seeded:
-            seeded.append(name)
-            self.sites.records["seeds"].append({"site": f"{self.sites.line()}#1", "type": name})
+    def _note_seed(self, name: str, seed: int | None, seeded: list[str]) -> None:
+        key = name if seed is not None else f"{name}()"
+        if key not in seeded:
+            seeded.append(key)
+            self.sites.records["seeds"].append({"site": f"{self.sites.line()}#1", "type": name, "seed": seed})
 
     def _note_logged(self, name: str, value: float) -> None:
         self.logged.append((time.perf_counter() - self.began, name, value, self.models.began is not None))
