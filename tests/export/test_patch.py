@@ -10,7 +10,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import method_class, method_names
 from hasten.export.patch import ScriptEdit, edit_of, line_of_model, patch_of, write_patch
 
-KINDS = {"loader", "optimizer", "model", "process", "evaluation", "by_hand"}
+KINDS = {"loader", "optimizer", "model", "process", "evaluation", "step", "by_hand"}
 
 
 def apply(directory, files: dict[str, str], patch: str) -> dict[str, str]:

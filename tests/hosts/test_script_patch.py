@@ -89,6 +89,27 @@ def test_arguments_are_changed_where_they_are_passed_or_typed(tmp_path):
     assert patch.splitlines()[-1] == f"#     by hand: start the script as: {command}, and with epochs = 3"
 
 
+@pytest.mark.parametrize(
+    ("step", "call", "reason"),
+    [
+        ("scaler.step(optimizer)", "loss = model(x)", "is not updated by a call of its step()"),
+        ("optimizer.step()", "loss = self.net(x)", "it is not clear what the model is called there"),
+    ],
+)
+def test_gradient_clipping_is_left_to_the_reader_where_the_update_is_not_plain(tmp_path, step, call, reason):
+    ref = written(tmp_path)
+    text = f"import torch\nmodel = torch.nn.Linear(1, 1)\n{call}\n{step}\n"
+    Path(str(ref.file)).write_text(text)
+    sites = {
+        "models": [{"site": "train.py:3#1", "type": "Linear", "called": True}],
+        "optimizers": [{"site": "train.py:2#1", "type": "Adam", "step": "train.py:4"}],
+    }
+    sites = SITES | {"loaders": [], "evaluations": [], "fingerprint": ref.fingerprint()} | sites
+    (tmp_path / "sites.json").write_text(json.dumps(sites))
+    patch = patch_script(ref, Recipe.parse("gradient_clipping"), str(tmp_path / "recipe.toml"), None)
+    assert reason in patch and "+++" not in patch
+
+
 def test_module_that_runs_is_edited_where_the_command_names_no_file(tmp_path):
     written(tmp_path)
     (tmp_path / "package").mkdir()
@@ -162,7 +183,8 @@ def test_patch_of_a_method_that_changes_the_loop_is_refused(tmp_path):
 @pytest.mark.multiprocess
 def test_patched_script_ends_with_the_bits_of_the_tuned_run(tmp_path):
     ref = written(tmp_path, fingerprint="of an older script", optimizers=[])  # so that it is watched anew
-    recipe = ["--with", "fused_optimizer", "--with", "channels_last", "--with", "eval_no_grad"]
+    methods = ("fused_optimizer", "channels_last", "eval_no_grad", "gradient_clipping:max_norm=0.1")
+    recipe = [text for method in methods for text in ("--with", method)]
     command = [sys.executable, "train.py"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -173,6 +195,7 @@ def test_patched_script_ends_with_the_bits_of_the_tuned_run(tmp_path):
     plain, tuned = run(*command), run(*hasten, "train", *recipe, "--", *command)
     patch = run(*hasten, "eject", *recipe, "--", *command)
     assert "Not in this patch" not in patch and ref.file
+    assert "+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n         optimizer.step()" in patch
     subprocess.run(["patch", "-p1", "--fuzz=0"], input=patch.encode(), cwd=tmp_path, check=True, capture_output=True)
     assert "hasten" not in Path(ref.file).read_text()
     assert run(*command) == tuned != plain

@@ -62,7 +62,8 @@ def write_patch(
     Args:
         sites: ``{"kind": "loader" | "optimizer" | "model" | "evaluation", "file": path, "line": int, "index": int}`` of
             each site; ``"type"``, if there, is the class of the object. Several objects of one line differ in index.
-            The kind "argument NAME" is a call that passes a number by this name.
+            The kind "argument NAME" is a call that passes a number by this name; "step" is the update of an optimizer,
+            whose "type" is the model's name there, see ``name_of_model``.
         recipe: The methods. An edit applies to all sites of its kind.
         directory: Where ``patch -p1`` will run; relative paths of files are relative to it.
         script: The file that is started, for edits of the process; relative to ``directory``.
@@ -79,6 +80,14 @@ def line_of_model(directory: str | Path, file: str, line: int) -> int:
     """The line of a file that makes the model which another line calls; 0 if that is not clear."""
     source = _File.read(Path(directory), file)
     return 0 if isinstance(source, str) else source.line_of_assignment(line)
+
+
+def name_of_model(directory: str | Path, file: str, line: int, step: int) -> str:
+    """The name by which a line of a file calls the model that another line of the same function updates; "" if that is
+    not clear.
+    """
+    source = _File.read(Path(directory), file)
+    return "" if isinstance(source, str) else source.name_of_model(line, step)
 
 
 def edit_of(method: Any) -> ScriptEdit:
@@ -179,6 +188,8 @@ class _File:
                 self._wrap_evaluation(line, text)
             elif kind == "model":
                 self._insert_after_assignment(line, text)
+            elif kind == "step":
+                self._insert_before_step(line, name, text)
             elif kind.startswith("argument "):
                 self._replace_keyword(self._calls(line, (name,)), text)
             else:
@@ -293,13 +304,39 @@ class _File:
         here = [call for call in calls if call.lineno <= line <= _end(call)]
         called = {self._text(call.func) for call in here}
         called |= {self._text(call.args[0]) for call in here if called & ATTACH and call.args}
-        made = [
-            node for node in ast.walk(self.tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-        ]
-        made = [node for node in made if any(self._text(target) in called for target in node.targets)]
+        made = [node for node in self._assigned_calls() if any(self._text(one) in called for one in node.targets)]
         names = {self._text(target) for node in made for target in node.targets}
         functions = {id(self._function_of(node)) for node in made}
         return max((node.lineno for node in made), default=0) if len(names) == len(functions) == 1 else 0
+
+    def _assigned_calls(self) -> list[ast.Assign]:
+        """The statements that assign the result of a call, such as a new model."""
+        assigned = (node for node in ast.walk(self.tree) if isinstance(node, ast.Assign))
+        return [node for node in assigned if isinstance(node.value, ast.Call)]
+
+    def name_of_model(self, line: int, step: int) -> str:
+        """See the function of this name."""
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        here = [call for call in calls if call.lineno <= line <= _end(call)]
+        updates = [call for call in calls if call.lineno <= step <= _end(call)]
+        functions = {id(self._function_of(call)) for call in (*here, *updates)}
+        assigned = {self._text(target) for node in self._assigned_calls() for target in node.targets}
+        names = {self._text(call.func) for call in here} & assigned
+        return names.pop() if updates and len(names) == len(functions) == 1 else ""
+
+    def _insert_before_step(self, line: int, model: str, text: str) -> None:
+        """Inserts a statement about the gradients of the model before the update at a line."""
+        statements = [node for node in ast.walk(self.tree) if isinstance(node, ast.Expr) and node.lineno == line]
+        calls = [node.value for node in statements if isinstance(node.value, ast.Call)]
+        if len(calls) != 1 or _callee(calls[0]) != "step" or calls[0].args or calls[0].keywords:
+            raise _CannotEditError("the optimizer is not updated by a call of its step() without arguments")
+        if not model:
+            raise _CannotEditError("it is not clear what the model is called there")
+        before = self._line(line)
+        if before[: statements[0].col_offset].strip():
+            raise _CannotEditError("another statement is on the same line")
+        self._ensure_torch()
+        self._insert(self.lines[line - 1], f"{_indent(before)}{text.replace('{model}', model)}\n")
 
     def _function_of(self, node: ast.AST) -> ast.AST:
         """The innermost function that contains a node, or the module."""

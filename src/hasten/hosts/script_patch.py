@@ -9,7 +9,7 @@ from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.engine.devices import pick_device
 from hasten.engine.registry import takes_any_option
-from hasten.export.patch import ScriptEdit, Site, edit_of, line_of_model, write_patch
+from hasten.export.patch import ScriptEdit, Site, edit_of, line_of_model, name_of_model, write_patch
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.launch import check_train
 from hasten.hosts.script_ref import ScriptRef
@@ -33,7 +33,7 @@ def patch_script(script: ScriptRef, recipe: Recipe, recipe_file: str | None, dev
     if sites is None or sites["fingerprint"] != script.fingerprint():
         sites = _watch(script, pick_device(device))
     file = os.path.relpath(script.file, script.directory) if script.file else sites["main"]
-    places = [*_as_places(sites, script.directory), *_argument_places(sites)]
+    places = [*_as_places(sites, script.directory), *_argument_places(sites), *_step_places(sites, script.directory)]
     return write_patch(places, recipe, script.directory, file, lambda method: _edit(script, method, places))
 
 
@@ -62,6 +62,17 @@ def _argument_places(sites: dict[str, Any]) -> list[Site]:
     """The calls in which a script passes numbers to a framework, once for each of these arguments."""
     entries = [(entry, name) for entry in sites["framework_arguments"] for name in entry["names"]]
     return [{"kind": f"argument {name}", **_place(entry)} for entry, name in entries]
+
+
+def _step_places(sites: dict[str, Any], directory: str) -> list[Site]:
+    """The updates of the optimizers, each with the name that the one model of the script has there."""
+    models = [_place(entry) for entry in sites["models"]]
+    places = [_place({"site": f"{entry['step']}#1"}) for entry in sites["optimizers"] if entry.get("step")]
+    for place in places:
+        is_one = len(models) == 1 and models[0]["file"] == place["file"]
+        place["kind"] = "step"
+        place["type"] = name_of_model(directory, place["file"], models[0]["line"], place["line"]) if is_one else ""
+    return places
 
 
 def _watch(script: ScriptRef, device: str) -> dict[str, Any]:
