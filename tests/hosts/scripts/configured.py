@@ -22,7 +22,7 @@ for epoch in range(epochs):
         nn.functional.mse_loss(model(inputs[rows]), targets[rows]).backward()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= lr * parameter.grad
+                parameter.add_(parameter.grad, alpha=-lr)
     model.eval()
     with torch.no_grad():
         loss = nn.functional.mse_loss(model(inputs[10000:]), targets[10000:]).item()

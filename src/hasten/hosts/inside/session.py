@@ -14,7 +14,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -76,14 +76,15 @@ class Session:
         if spec["seed"] is not None:
             seeded: list[str] = []
             self.sites.records["seeds"] = []
-            seeds.seed_process(spec["seed"], lambda *seed: self._note_seed(*seed, seeded))
+            seeds.seed_process(spec["seed"], lambda name, seed: self._note_seed(name, seed, seeded))
         self._install(spec["sites"] or {})
         in_float64 = bool(self.composition) and self.composition.in_float64
         self.declared: dict[str, str] = {}  # name of a metric that ``hasten.attach`` was given -> "min", "max" or ""
         self.loop = FrameworkLoop(self.steps, self.models, self._note_no_torch_optimizer, in_float64)
         if self.composition:
             self.composition.run.services.trainer = lambda: self.loop.trainer
-        watchers: list[dict[str, Any]] = [{name: partial(watch, loop=self.loop) for name, watch in FRAMEWORKS.items()}]
+        frameworks = {name: partial(watch, loop=self.loop) for name, watch in FRAMEWORKS.items()}
+        watchers: list[Mapping[str, Callable[[Any], None]]] = [frameworks]
         if spec["mode"] != "train":
             watchers.append({name: partial(watch, report=self._note_logged) for name, watch in TRACKERS.items()})
             watchers.append(OFFLINE)
