@@ -204,6 +204,15 @@ def test_script_that_is_not_reproducible_gets_statistics_and_the_cause(tmp_path,
     assert check["statistics"] and f"not reproducible (train.py:{line} {cause}" in check["why"]
 
 
+def test_operation_that_is_not_deterministic_is_named(tmp_path):
+    text = (SCRIPTS / "tensors.py").read_text()
+    noise = "torch.zeros(3).put_(torch.tensor([0, 1]), torch.ones(2))\ntorch.manual_seed(1)\n"
+    noise += "torch.rand(int.from_bytes(__import__('os').urandom(2), 'big'))"
+    ref = written(tmp_path, text.replace("torch.manual_seed(1)", noise))
+    check = check_exactness(ref, {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
+    assert "not reproducible (torch has no deterministic implementation of put_): two runs" in check["why"]
+
+
 def test_evaluation_with_gradients_is_found_and_spared(tmp_path):
     text = (SCRIPTS / "tensors.py").read_text().replace("with torch.no_grad():", "if True:")
     ref = written(tmp_path, text)

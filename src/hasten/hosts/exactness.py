@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext
+from hasten.core.types import ContextFactory
 from hasten.engine.effects import NO_EFFECT
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import changed_numbers, known_sites
@@ -65,19 +67,33 @@ class Rounded(Method):
         return model
 
 
+@dataclass(frozen=True)
+class DeterminismAlerts(Method):
+    """Lets torch warn of each operation whose result it cannot reproduce; other operations may become slower."""
+
+    card = Card(summary="warnings of operations that are not deterministic", exactness=Exactness.CHANGES_TRAINING)
+
+    def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return context
+
+
 ROUNDED = {f"{Rounded.__module__}:{Rounded.__name__}": {}}
+ALERTS = {f"{DeterminismAlerts.__module__}:{DeterminismAlerts.__name__}": {}}
+ALERT = re.compile(r"(\w+) does not have a deterministic implementation")
 
 
 @dataclass(frozen=True)
 class ScriptRun:
     """The first steps of a script: hash and values of its weights, gradients of its first step, parsed arguments, the
-    seeds that it has set.
+    seeds that it has set, the operations that torch has warned of.
     """
 
     steps: int
     hash: str
     arguments: dict[str, Any]
     seeds: list[dict[str, Any]]
+    alerts: list[str]
     weights: Weights
     gradients: Weights
 
@@ -167,13 +183,14 @@ class _Runs:
                 process.ask("train", *limits, count=steps - answer["steps"])
             found = process.ask("hash", *limits)
             process.ask("save", *limits, path=f"{directory}/weights")
+            alerts = list(dict.fromkeys(ALERT.findall(process.whole_output())))
             weights, gradients = (torch.load(directory / name, weights_only=True) for name in ("weights", "gradients"))
         if not weights:
             raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")
         if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
             raise RunError(f"{bad[0]} is not finite after {found['steps']} steps of {Recipe(methods)}")
         seeds = described["sites"]["seeds"]
-        return ScriptRun(found["steps"], found["hash"], described["arguments"], seeds, weights, gradients)
+        return ScriptRun(found["steps"], found["hash"], described["arguments"], seeds, alerts, weights, gradients)
 
 
 def _result(passed: bool, number: float, why: str, statistics: bool = False) -> dict[str, Any]:
@@ -240,14 +257,26 @@ def _judge_by_noise(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]
     noise = _difference(first.weights, second.weights)
     number = _difference(runs.run(base, keep=True).weights, runs.run(candidate).weights)
     passed = number <= NOISE_FACTOR * noise
+    cause = _seed_that_differs(first, second) or _alerts(runs)
     why = (
-        f"this script is not reproducible{_why_not(first, second)}: two runs of it differ by {noise:.1e} after "
+        f"this script is not reproducible{cause}: two runs of it differ by {noise:.1e} after "
         f"{first.steps} steps, so that equal bits cannot be shown; with the recipe they differ by {number:.1e}"
     )
     return _result(passed, number, why, statistics=True)
 
 
-def _why_not(first: ScriptRun, second: ScriptRun) -> str:
+def _alerts(runs: _Runs) -> str:
+    """The operations of a script that torch cannot reproduce, as far as it knows them."""
+    try:
+        alerts = runs.run(ALERTS, GRADIENT_STEPS, keep=True).alerts
+    except DeadlineError:
+        raise
+    except (RunError, ConfigurationError):
+        return ""
+    return f" (torch has no deterministic implementation of {', '.join(alerts)})" if alerts else ""
+
+
+def _seed_that_differs(first: ScriptRun, second: ScriptRun) -> str:
     """Why two runs of a script differ, as far as the seeds show that its own code sets; hasten sets all others."""
     before = {(entry["site"], entry["type"]): entry["seed"] for entry in first.seeds}
     for entry in second.seeds:
