@@ -123,13 +123,14 @@ def dgl_arm(graph: Data, threads: int, batch_size: int) -> Callable[[torch.Tenso
 
 def measured(name: str, graph: Data, options) -> tuple[tuple, dict]:
     """A row of the table and its numbers."""
-    graph.x = torch.randn(graph.num_nodes, FEATURES, generator=torch.Generator().manual_seed(0))
-    graph.y = torch.randint(CLASSES, (graph.num_nodes,), generator=torch.Generator().manual_seed(0))
+    nodes = int(graph.num_nodes or 0)
+    graph.x = torch.randn(nodes, FEATURES, generator=torch.Generator().manual_seed(0))
+    graph.y = torch.randint(CLASSES, (nodes,), generator=torch.Generator().manual_seed(0))
     own, size = NeighborSampler(graph, FANOUTS, seed=0, num_threads=options.threads), options.batch_size
     arms = {"hasten": pyg_arm(graph, own, size), "torch": pyg_arm(graph, TorchSampler(graph), size)}
     if not installed("dgl"):
         arms["dgl"] = dgl_arm(graph, options.threads, size)
-    seeds = torch.randperm(graph.num_nodes, generator=torch.Generator().manual_seed(1))[: options.batches * size]
+    seeds = torch.randperm(nodes, generator=torch.Generator().manual_seed(1))[: options.batches * size]
 
     def seconds(train: Callable[[torch.Tensor], None]) -> float:
         start = time.perf_counter()

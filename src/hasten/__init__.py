@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # "as" makes a name public
     from hasten.engine.train import train as train
     from hasten.export.eject import eject as eject
     from hasten.hosts.inside.attach import attach as attach
+    from hasten.hosts.script import script as script
     from hasten.profiling.diagnose import diagnose as diagnose
     from hasten.reporting.report import report as report
     from hasten.serving.server import serve as serve
@@ -72,6 +73,7 @@ _PUBLIC = {  # module: its public names
     "engine.train": "train",
     "export.eject": "eject",
     "hosts.inside.attach": "attach",
+    "hosts.script": "script",
     "profiling.diagnose": "diagnose",
     "reporting.report": "report",
     "serving.server": "serve",

@@ -10,7 +10,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import method_class, method_names
 from hasten.export.patch import ScriptEdit, edit_of, line_of_model, patch_of, write_patch
 
-KINDS = {"loader", "optimizer", "model", "process", "evaluation", "by_hand"}
+KINDS = {"loader", "optimizer", "model", "process", "evaluation", "step", "by_hand"}
 
 
 def apply(directory, files: dict[str, str], patch: str) -> dict[str, str]:
@@ -108,6 +108,14 @@ def test_line_of_the_process_follows_the_imports_and_torch_is_imported_once(tmp_
     assert patched(tmp_path, text, *edits) == text.replace("import sys\n", added)
 
 
+def test_line_of_the_process_precedes_the_code_of_a_file_that_does_not_import_torch(tmp_path):
+    """An import of ``package/__main__.py`` may train."""
+    before = '"""Doc."""\nfrom __future__ import annotations\n\n'
+    edits = [("process", 0, "torch.set_num_threads(2)"), ("process", 0, "torch.set_flush_denormal(True)")]
+    added = "import torch\ntorch.set_num_threads(2)\ntorch.set_flush_denormal(True)\n"
+    assert patched(tmp_path, f"{before}from . import train\n", *edits) == f"{before}{added}from . import train\n"
+
+
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_newlines_of_the_file_stay(tmp_path, newline, end):
@@ -161,7 +169,7 @@ def test_evaluation_runs_without_gradients_by_a_decorator_or_around_its_loop(tmp
         ("a = b = Net()\n", "model", 1, "{model}.compile()", "not assigned to one name"),
         ("if x: model = Net()\n", "model", 1, "{model}.compile()", "another statement is on the same line"),
         ("model = Net(); y = 2\n", "model", 1, "{model}.compile()", "another statement is on the same line"),
-        ("print(1)\n", "process", 0, "torch.set_num_threads(2)", "does not import torch"),
+        ("# nothing\n", "process", 0, "torch.set_num_threads(2)", "does not import torch"),
         (
             "import torch\nfor x in d:\n    m(x)\n    loss.backward()\n",
             "evaluation",

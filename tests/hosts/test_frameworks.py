@@ -12,7 +12,8 @@ from hasten.hosts.arm import ScriptArm
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
-from hasten.hosts.services import watch_script
+from hasten.hosts.services import ScriptDescription, ScriptTrial, watch_script
+from hasten.hosts.site_map import known_sites
 from hasten.hosts.whole_run import metric_of_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -158,3 +159,54 @@ def test_methods_on_gradients_act_after_lightnings_closure():
     assert check["passed"], check
     with arm(ref, "gradient_clipping:max_norm=0.001") as trained:
         assert "gradient_clipping" in trained.build()["effects"]
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "other", "steps", "call"),
+    [
+        ("lightning_cnn", {"max_epochs": 2}, {"max_epochs": 1}, 48, "L.Trainer("),
+        (
+            "transformers_classifier",
+            {"num_train_epochs": 2.0, "learning_rate": 0.001},
+            {"num_train_epochs": 1.0, "learning_rate": 0.002},
+            64,
+            "TrainingArguments(",
+        ),
+        (
+            "keras_dense",
+            {"epochs": 2, "learning_rate": 0.001},
+            {"epochs": 1, "learning_rate": 0.002},
+            112,
+            "model.fit(",
+        ),
+    ],
+)
+def test_numbers_that_a_script_passes_to_its_framework_can_be_varied(name, own, other, steps, call):
+    needs(name)
+    argv = [sys.executable, f"{name}.py", "2"]
+    ref = ScriptRef.of_command(argv, directory=str(SCRIPTS), vary=tuple(own))
+    assert ScriptDescription(ref).facts(processes=1)["varied"] == own
+    places = known_sites(ref)["framework_arguments"]
+    site = next(place["site"] for place in places if next(iter(own)) in place["names"])
+    line = int(site.partition(":")[2].partition("#")[0])
+    assert call in (SCRIPTS / f"{name}.py").read_text().splitlines()[line - 1]
+    run = ScriptTrial(ref, methods={"script_arguments": other}, device="cpu", seed=0).run()
+    assert run["steps"] == steps and len(run["evaluations"]) == 1
+
+
+def test_arguments_that_transformers_parses_can_be_varied(tmp_path):
+    needs("transformers_classifier")
+    text = (
+        (SCRIPTS / "transformers_classifier.py").read_text().replace("import Bert", "import HfArgumentParser, Bert", 1)
+    )
+    begin, end = text.index("    arguments = "), text.index("    trainer = ")
+    parsed = "    (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
+    (tmp_path / "train.py").write_text(text[:begin] + parsed + text[end:])
+    options = ["--output_dir=out", "--use_cpu=true", "--report_to=none", "--eval_strategy=epoch"]
+    options += ["--num_train_epochs=2"]
+    argv, vary = [sys.executable, "train.py", *options], ("learning_rate", "num_train_epochs")
+    ref = ScriptRef.of_command(argv, directory=str(tmp_path), vary=vary)
+    assert ScriptDescription(ref).facts(processes=1)["varied"] == {"learning_rate": 5e-5, "num_train_epochs": 2.0}
+    assert known_sites(ref)["framework_arguments"] == []
+    other = {"script_arguments": {"learning_rate": 1e-4, "num_train_epochs": 1.0}}
+    assert ScriptTrial(ref, methods=other, device="cpu", seed=0).run()["steps"] == 128

@@ -11,6 +11,7 @@ import pytest
 from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
+from hasten.hosts.launch import check_same_script
 from hasten.hosts.script_patch import patch_script
 from hasten.hosts.script_ref import ScriptRef
 
@@ -73,6 +74,91 @@ def test_patch_edits_the_sites_that_the_recipe_acts_on(tmp_path):
     ]
 
 
+def test_arguments_are_changed_where_they_are_passed_or_typed(tmp_path):
+    ref = written(tmp_path, framework_arguments=[{"site": "train.py:11#1", "type": "Adam", "names": ["eps", "lr"]}])
+    recipe = Recipe({"script_arguments": {"lr": 0.004, "eps": 1e-6}})
+    patch = patch_script(ref, recipe, str(tmp_path / "recipe.toml"), None)
+    assert "+optimizer = torch.optim.Adam(model.parameters(), lr=0.004)" in patch.splitlines()
+    assert "#     train.py:11: no call passes eps by its name; the edit is: eps=1e-06" in patch.splitlines()
+    typed = ScriptRef.of_command([*ref.argv, "model.depth=4", "--lr", "0.1"], directory=str(tmp_path))
+    sites = {"fingerprint": typed.fingerprint(), **SITES}  # without framework_arguments, as older ones are
+    (tmp_path / "sites.json").write_text(json.dumps(sites))
+    recipe = Recipe({"script_arguments": {"lr": 0.2, "model.depth": 2, "epochs": 3}})
+    patch = patch_script(typed, recipe, str(tmp_path / "recipe.toml"), None)
+    command = f"{sys.executable} train.py model.depth=2 --lr 0.2"
+    assert patch.splitlines()[-1] == f"#     by hand: start the script as: {command}, and with epochs = 3"
+
+
+@pytest.mark.parametrize(
+    ("step", "call", "reason"),
+    [
+        ("scaler.step(optimizer)", "loss = model(x)", "is not updated by a call of its step()"),
+        ("optimizer.step()", "loss = self.net(x)", "it is not clear what the model is called there"),
+    ],
+)
+def test_gradient_clipping_is_left_to_the_reader_where_the_update_is_not_plain(tmp_path, step, call, reason):
+    ref = written(tmp_path)
+    text = f"import torch\nmodel = torch.nn.Linear(1, 1)\n{call}\n{step}\n"
+    Path(str(ref.file)).write_text(text)
+    sites = {
+        "models": [{"site": "train.py:3#1", "type": "Linear", "called": True}],
+        "optimizers": [{"site": "train.py:2#1", "type": "Adam", "step": "train.py:4"}],
+    }
+    sites = SITES | {"loaders": [], "evaluations": [], "fingerprint": ref.fingerprint()} | sites
+    (tmp_path / "sites.json").write_text(json.dumps(sites))
+    patch = patch_script(ref, Recipe.parse("gradient_clipping"), str(tmp_path / "recipe.toml"), None)
+    assert reason in patch and "+++" not in patch
+
+
+def test_module_that_runs_is_edited_where_the_command_names_no_file(tmp_path):
+    written(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import train\n")
+    ref = ScriptRef.of_command([sys.executable, "-m", "package"], directory=str(tmp_path))
+    sites = {"fingerprint": ref.fingerprint(), "main": "package/__main__.py", **SITES}
+    (tmp_path / "sites.json").write_text(json.dumps(sites))
+    recipe = Recipe.parse("num_threads:count=2 + malloc_tuning")
+    patch = patch_script(ref, recipe, str(tmp_path / "recipe.toml"), None)
+    assert "+++ b/package/__main__.py" in patch and "Not in this patch" not in patch
+    assert "+torch.set_num_threads(2)" in patch and "mallopt" in patch
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_module_that_runs_is_found_by_watching(tmp_path):
+    written(tmp_path)
+    (tmp_path / "run.sh").write_text(f"exec {sys.executable} -m package\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import train\n")
+    ref = ScriptRef.of_command(["bash", "run.sh"], directory=str(tmp_path))
+    patch = patch_script(ref, Recipe.parse("num_threads:count=2"), None, "cpu")
+    assert "+++ b/package/__main__.py" in patch and "+torch.set_num_threads(2)" in patch
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "message"),
+    [
+        ("other.py", "import torch\n", "it was found with train.py, which is not what"),
+        ("other.py", "from train import main\n", None),
+        ("train.py", SCRIPT + "\n", None),
+        ("gone", "", "it was found with train.py, which does not exist here"),
+    ],
+)
+def test_recipe_of_another_script_is_refused_before_it_starts(tmp_path, command, text, message):
+    sites = {"fingerprint": "of the search", "main": "train.py", **SITES}
+    file = "other.py" if command == "gone" else command
+    if command != "gone":
+        (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / file).write_text(text)
+    ref = ScriptRef.of_command([sys.executable, file], directory=str(tmp_path))
+    if message is None:
+        return check_same_script(ref, sites)
+    with pytest.raises(ConfigurationError) as error:
+        check_same_script(ref, sites)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    return None
+
+
 def test_eject_without_a_recipe_takes_that_of_the_search(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     ref = written(tmp_path)
@@ -97,7 +183,8 @@ def test_patch_of_a_method_that_changes_the_loop_is_refused(tmp_path):
 @pytest.mark.multiprocess
 def test_patched_script_ends_with_the_bits_of_the_tuned_run(tmp_path):
     ref = written(tmp_path, fingerprint="of an older script", optimizers=[])  # so that it is watched anew
-    recipe = ["--with", "fused_optimizer", "--with", "channels_last", "--with", "eval_no_grad"]
+    methods = ("fused_optimizer", "channels_last", "eval_no_grad", "gradient_clipping:max_norm=0.1")
+    recipe = [text for method in methods for text in ("--with", method)]
     command = [sys.executable, "train.py"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -108,6 +195,7 @@ def test_patched_script_ends_with_the_bits_of_the_tuned_run(tmp_path):
     plain, tuned = run(*command), run(*hasten, "train", *recipe, "--", *command)
     patch = run(*hasten, "eject", *recipe, "--", *command)
     assert "Not in this patch" not in patch and ref.file
+    assert "+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n         optimizer.step()" in patch
     subprocess.run(["patch", "-p1", "--fuzz=0"], input=patch.encode(), cwd=tmp_path, check=True, capture_output=True)
     assert "hasten" not in Path(ref.file).read_text()
     assert run(*command) == tuned != plain

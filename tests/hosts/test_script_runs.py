@@ -186,10 +186,31 @@ while True:
         worker.call("build")
 
 
-def test_script_that_is_not_reproducible_gets_statistics(tmp_path):
-    text = (SCRIPTS / "tensors.py").read_text().replace("torch.manual_seed(1)", "torch.seed()")
-    check = check_exactness(written(tmp_path, text), {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
-    assert check["statistics"] and "not reproducible" in check["why"]
+@pytest.mark.parametrize(
+    ("seed", "cause"),
+    [
+        ("torch.seed()", "calls torch.seed without a seed"),
+        (
+            "torch.manual_seed(__import__('time').time_ns() % 10**9)",
+            "calls torch.manual_seed with another seed in each",
+        ),
+    ],
+)
+def test_script_that_is_not_reproducible_gets_statistics_and_the_cause(tmp_path, seed, cause):
+    text = (SCRIPTS / "tensors.py").read_text()
+    line = text[: text.index("torch.manual_seed(1)")].count("\n") + 1
+    ref = written(tmp_path, text.replace("torch.manual_seed(1)", seed))
+    check = check_exactness(ref, {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
+    assert check["statistics"] and f"not reproducible (train.py:{line} {cause}" in check["why"]
+
+
+def test_operation_that_is_not_deterministic_is_named(tmp_path):
+    text = (SCRIPTS / "tensors.py").read_text()
+    noise = "torch.zeros(3).put_(torch.tensor([0, 1]), torch.ones(2))\ntorch.manual_seed(1)\n"
+    noise += "torch.rand(int.from_bytes(__import__('os').urandom(2), 'big'))"
+    ref = written(tmp_path, text.replace("torch.manual_seed(1)", noise))
+    check = check_exactness(ref, {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
+    assert "not reproducible (torch has no deterministic implementation of put_): two runs" in check["why"]
 
 
 def test_formula_is_compared_in_float64_where_only_the_last_bits_do_not_repeat(tmp_path):

@@ -1,5 +1,6 @@
 """``--vary``: the arguments of a script are found, other values are tried, and a recipe sets them."""
 
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
@@ -21,6 +23,7 @@ from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import first_outcome
 from hasten.tuning.training_stage import run_baseline
 from hasten.tuning.trial_store import TrialStore
+from hasten.tuning.tune import search_directory
 
 SCRIPTS = Path(__file__).with_name("scripts")
 KNOWN = {"arguments": {"epochs": 12, "lr": 0.01, "data": "made", "dropout": 0.0}, "total_steps": 9, "metric": {}}
@@ -39,8 +42,12 @@ def hasten(*argv: str, directory: Path = SCRIPTS) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("epoch", {}, "schedule declares no argument 'epoch' (did you mean epochs?)"),
-        ("lr", {"arguments": {}}, "declares no argument 'lr'; it parses none with argparse"),
+        (
+            "epoch",
+            {},
+            "schedule parses no argument 'epoch' with argparse, and its command gives it no number (did",
+        ),
+        ("lr", {"arguments": {}}, "; give its present value in the command, such as --lr=0.1 or lr=0.1"),
         ("data", {}, "data is 'made'; only a number above 0 can be varied"),
         ("dropout", {}, "dropout is 0.0; only a number above 0 can be varied"),
         ("lr", LONG, "8 s (9 of about 36 steps, which take about 32 s); give --budget 7m"),
@@ -96,19 +103,35 @@ def test_length_of_the_training_has_an_effect_that_the_first_steps_do_not_show()
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_search_finds_a_shorter_training_with_a_higher_rate(tmp_path, monkeypatch):
-    """The training stage of a search by itself, so that no budget ends it on a busy machine."""
+def test_shorter_training_with_a_higher_rate_is_found_trained_with_and_shown(tmp_path, monkeypatch, capfd):
+    """The training stage of a search by itself, so that no budget ends it on a busy machine; then its recipe."""
     monkeypatch.setattr("hasten.tuning.joint_search.POINTS", (4, 4))
     monkeypatch.setattr("hasten.tuning.training_stage.BASELINE_SEEDS", 2)
-    ref = script(vary=("lr", "epochs"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configured.py").write_text((SCRIPTS / "configured.py").read_text())
+    command = [sys.executable, "configured.py", "epochs=300", "--lr=0.0003"]
+    ref = ScriptRef.of_command(command, vary=("lr", "epochs"))
     varied = ScriptDescription(ref).facts(processes=1)["varied"]
     study = Study(ref, "cpu", TrialStore(tmp_path, {}), Budget(10_000.0), no_progress, higher_is_better=False)
     diagnosis = {"advice": [{"method": "script_arguments", "bound": None}]}
     (item,) = candidates_for(diagnosis, MethodSelection.of(None, ()), study.refusal, varied).training
     baseline, incumbents = run_baseline(study, None), Incumbents()
     search_jointly(study, incumbents, [item], baseline, first_outcome(study, incumbents, baseline))
-    arguments = incumbents.best.methods["script_arguments"]
-    assert arguments["epochs"] < 12 and arguments["lr"] > 0.002, study.trials
+    best = incumbents.best
+    arguments = best.methods["script_arguments"]
+    assert arguments["epochs"] < 300 and arguments["lr"] > 0.0003, study.trials
+
+    directory = search_directory(ref)
+    directory.mkdir(parents=True)
+    (directory / "recipe.toml").write_text(best.to_toml())
+    ref.write_sites(directory)
+    tuned = [*command[:2], f"epochs={arguments['epochs']}", f"--lr={arguments['lr']}"]
+    trained = hasten("train", "--recipe", str(directory / "recipe.toml"), "--", *command, directory=tmp_path)
+    by_hand = subprocess.run(tuned, capture_output=True, text=True, check=True)
+    assert trained.returncode == 0 and trained.stdout == by_hand.stdout != ""
+    capfd.readouterr()
+    assert main(["eject", "--", *command]) == 0
+    assert f"start the script as: {shlex.join(tuned)}" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -130,6 +153,39 @@ def test_training_with_an_argument_that_is_not_declared_says_so(tmp_path):
     (tmp_path / "schedule.py").write_text((SCRIPTS / "schedule.py").read_text())
     argv = ("train", "--with", "script_arguments:layers=3", "--", sys.executable, "schedule.py", "--epochs", "1")
     done = hasten(*argv, directory=tmp_path)
-    assert done.returncode == 0 and "script_arguments has no effect: the training declares no argument layers" in (
+    assert done.returncode == 0 and "script_arguments has no effect: the training has no argument layers" in (
         done.stderr
     )
+
+
+def configured(*arguments: str, vary: tuple[str, ...] = ()) -> ScriptRef:
+    argv = [sys.executable, "configured.py", *arguments]
+    return ScriptRef.of_command(argv, directory=str(SCRIPTS), vary=vary)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_numbers_of_the_command_are_found_and_replaced_there():
+    ref = configured("--lr=0.02", "epochs=3", vary=("lr", "epochs"))
+    assert ScriptDescription(ref).facts(processes=1)["varied"] == {"lr": 0.02, "epochs": 3}
+    other = {"script_arguments": {"epochs": 2, "lr": 0.03}}
+    runs = [ScriptTrial(ref, methods=methods, device="cpu", seed=0).run() for methods in ({}, other)]
+    assert [len(run["evaluations"]) for run in runs] == [3, 2]
+    assert runs[0]["evaluations"][0]["metric"] != runs[1]["evaluations"][0]["metric"]
+    check = check_exactness(ref, {}, other, "CHANGES_TRAINING", "cpu", 0, None)
+    assert check["passed"] and "the script trains with lr 0.03, epochs 2" in check["why"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_number_that_does_not_reach_the_script_has_no_effect(tmp_path):
+    (tmp_path / "configured.py").write_text((SCRIPTS / "configured.py").read_text())
+    (tmp_path / "run.sh").write_text(f"exec {sys.executable} configured.py epochs=2 $KEEP\n")
+    argv = ("train", "--with", "script_arguments:lr=0.05", "--", "bash", "run.sh", "lr=0.01")
+    done = hasten(*argv, directory=tmp_path)
+    assert done.returncode == 0 and "no effect: the training has no argument lr" in done.stderr
+    (tmp_path / "run.sh").write_text(f"exec {sys.executable} configured.py epochs=2 $@\n")
+    done = hasten(*argv, directory=tmp_path)
+    by_hand = [sys.executable, "configured.py", "epochs=2", "lr=0.05"]
+    assert done.returncode == 0 and "no effect" not in done.stderr
+    assert done.stdout == subprocess.run(by_hand, cwd=tmp_path, capture_output=True, text=True).stdout != ""

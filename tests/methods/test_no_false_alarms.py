@@ -42,7 +42,7 @@ def overflowing_loss(output, target):
 
 def test_fused_optimizer_in_a_step_that_float16_skips(perceptron, trained):
     evidence = evidence_of(trained, perceptron(loss=overflowing_loss), ("float16", "fused_optimizer"))
-    assert evidence["fused_optimizer"] == f"{NOT_CHECKED}: the optimizer did not update the parameters in this step"
+    assert evidence["fused_optimizer"] == "the step called 1 fused kernel of the optimizer"  # which skips the update
 
 
 def test_fused_optimizer_that_another_one_replaced_has_no_effect(perceptron, trained):
@@ -247,9 +247,10 @@ def test_data_parallel_acts_if_its_copies_are_called_on_several_gpus(devices, ac
 
 
 @pytest.mark.parametrize(("precision", "acts"), [("medium", True), ("high", True), ("highest", False)])
-def test_tf32_of_a_task_that_sets_the_precision_itself(precision, acts):
+def test_tf32_of_a_task_that_sets_the_precision_itself(precision, acts, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with restored():
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = True
         with nullcontext() if acts else pytest.raises(NoEffectError, match="switched TF32 off"):
-            tf32_effect()
+            tf32_effect(torch.device("cuda"))

@@ -1,16 +1,20 @@
 """Arguments that argparse has parsed are seen, and can be replaced before the program reads them."""
 
 import argparse
+import sys
 
 import pytest
 
-from hasten.utils.parsed_arguments import after_parsing
+from hasten.utils import parsed_arguments
+from hasten.utils.parsed_arguments import after_parsing, offer_arguments
 
 
 @pytest.fixture
 def seen(monkeypatch):
     """What was parsed since ``after_parsing`` was called, by this fixture."""
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    for name, empty in (("_calls", []), ("_parsed", set()), ("_offered", {})):
+        monkeypatch.setattr(parsed_arguments, name, empty)
     found: list[dict] = []
     after_parsing(lambda arguments: found.append(dict(vars(arguments))))
     found.clear()  # arguments of the program that runs the tests
@@ -60,3 +64,21 @@ def test_object_that_is_made_lazily_is_left_alone(seen):
     lazy = Lazy()
     after_parsing(lambda held: None)
     assert type(lazy) is Lazy
+
+
+def test_numbers_that_are_passed_to_a_framework_are_seen_and_replaced(seen, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "weight_decay=0.1"])
+    after_parsing(lambda arguments: setattr(arguments, "max_epochs", 2) if hasattr(arguments, "max_epochs") else None)
+    parser().parse_args([])  # declares lr
+    seen.clear()
+    assert offer_arguments({"lr": 0.5, "weight_decay": 0.1, "max_epochs": 9}) == {"max_epochs": 2}
+    assert seen == [{"max_epochs": 9}]
+
+
+def test_number_that_a_framework_is_passed_twice_with_other_values_is_seen_as_a_text(seen):
+    assert [offer_arguments({"rate": value}) for value in (0.1, 0.1, 0.2)] == [
+        {"rate": 0.1},
+        {"rate": 0.1},
+        {"rate": 0.2},
+    ]
+    assert seen[-1] == {"rate": "0.1 and 0.2"}

@@ -87,7 +87,7 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
 
 def _run_script(options: Namespace) -> CommandResult:
     """Run the user's command with the recipe; its output, its input and its exit code are its own."""
-    from hasten.hosts.launch import check_train, train_script
+    from hasten.hosts.launch import check_same_script, check_train, train_script
 
     for name in ("out", "resume", "max_bad_rows"):
         if getattr(options, name):
@@ -95,6 +95,7 @@ def _run_script(options: Namespace) -> CommandResult:
             raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks; {reason}; leave it out")
     recipe = types.recipe_from_options(options)
     sites = check_train(options.task, recipe, options.recipe, options.processes)
+    check_same_script(options.task, sites)
     return CommandResult(None, deferred=partial(train_script, options.task, recipe, options.device, sites))
 
 

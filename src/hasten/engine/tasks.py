@@ -29,6 +29,7 @@ from hasten.engine.registry import import_file, line_in
 from hasten.utils.rng import preserve_rng_state, set_seeds
 
 ENTRY_POINTS = "hasten.workloads"
+TRAINING = ("fit", "train", "training_step")  # methods of objects that train or are trained
 MAX_SUGGESTIONS = 8  # functions of a file that an error message lists
 FILE_MODULE_PREFIX = "hasten_file_"  # of modules that import_file creates; other processes cannot import them by name
 
@@ -64,10 +65,15 @@ class TaskRef:
             return TaskRef(task.name, obj=task)
         if isinstance(task, (str, Path)):
             return _parse(str(task).strip())
+        if any(hasattr(task, name) for name in TRAINING) and not isinstance(task, type):
+            raise ConfigurationError(
+                f"a {type(task).__name__} cannot be made anew for every measurement; write a function that makes it "
+                "and trains it, at the top of a file, and pass hasten.script(function)"
+            )
         if callable(task):
             return TaskRef(getattr(task, "__name__", type(task).__name__), obj=task)
         kinds = "a workload's name, path/to/file.py:function, a hasten.Task or a function that returns one"
-        raise ConfigurationError(f"a task is {kinds}, not {type(task).__name__}")
+        raise ConfigurationError(f"a task is {kinds}, not {type(task).__name__}; for a command, see hasten.script")
 
     def load(self) -> Task:
         """The task, under the name of the reference; ConfigurationError if its file or function fails or gives none."""

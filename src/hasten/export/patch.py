@@ -13,11 +13,12 @@ import io
 import itertools
 import re
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import sort_methods
 from hasten.engine.registry import make_methods, options_of
@@ -49,26 +50,44 @@ class ScriptEdit:
     by_hand: str  # what to do where no edit is possible
 
 
-def write_patch(sites: Sequence[Site], recipe: Recipe, directory: str | Path, script: str | None = None) -> str:
+def write_patch(
+    sites: Sequence[Site],
+    recipe: Recipe,
+    directory: str | Path,
+    script: str | None = None,
+    edit: Callable[[Method], ScriptEdit] | None = None,
+) -> str:
     """The patch for a recipe.
 
     Args:
         sites: ``{"kind": "loader" | "optimizer" | "model" | "evaluation", "file": path, "line": int, "index": int}`` of
             each site; ``"type"``, if there, is the class of the object. Several objects of one line differ in index.
+            The kind "argument NAME" is a call that passes a number by this name; "step" is the update of an optimizer,
+            whose "type" is the model's name there, see ``name_of_model``.
         recipe: The methods. An edit applies to all sites of its kind.
         directory: Where ``patch -p1`` will run; relative paths of files are relative to it.
         script: The file that is started, for edits of the process; relative to ``directory``.
+        edit: The edit of each method; None for that of its card.
 
     Returns:
         A comment block if something is to be done by hand, then the diff.
     """
-    return patch_of([edit_of(method) for method in sort_methods(make_methods(recipe))], sites, Path(directory), script)
+    edits = map(edit or edit_of, sort_methods(make_methods(recipe)))
+    return patch_of(edits, sites, Path(directory), script)
 
 
 def line_of_model(directory: str | Path, file: str, line: int) -> int:
     """The line of a file that makes the model which another line calls; 0 if that is not clear."""
     source = _File.read(Path(directory), file)
     return 0 if isinstance(source, str) else source.line_of_assignment(line)
+
+
+def name_of_model(directory: str | Path, file: str, line: int, step: int) -> str:
+    """The name by which a line of a file calls the model that another line of the same function updates; "" if that is
+    not clear.
+    """
+    source = _File.read(Path(directory), file)
+    return "" if isinstance(source, str) else source.name_of_model(line, step)
 
 
 def edit_of(method: Any) -> ScriptEdit:
@@ -164,12 +183,15 @@ class _File:
         before = copy.deepcopy((self.insertions, self.replacements))
         try:
             if kind == "process":
-                self._ensure_torch()
-                self._insert_after(self._torch_import(), text)
+                self._insert_for_process(text)
             elif kind == "evaluation":
                 self._wrap_evaluation(line, text)
             elif kind == "model":
                 self._insert_after_assignment(line, text)
+            elif kind == "step":
+                self._insert_before_step(line, name, text)
+            elif kind.startswith("argument "):
+                self._replace_keyword(self._calls(line, (name,)), text)
             else:
                 for call in self._calls(line, (name, *CALLEES.get(kind, ()))):
                     self._add_keywords(call, text)
@@ -232,6 +254,14 @@ class _File:
         if added:
             self._append_arguments(call, ", ".join(added))
 
+    def _replace_keyword(self, calls: list[ast.Call], text: str) -> None:
+        """Sets an argument of the one call that passes it by its name."""
+        name = text.partition("=")[0]
+        passing = [call for call in calls if any(keyword.arg == name for keyword in call.keywords)]
+        if len(passing) != 1:
+            raise _CannotEditError(f"no call passes {name} by its name")
+        self._add_keywords(passing[0], text)
+
     def _append_arguments(self, call: ast.Call, text: str) -> None:
         """Adds arguments after the last one of a call: on its line, or on a line of their own if it has one."""
         last, closing = self._end_of_arguments(call)
@@ -274,13 +304,39 @@ class _File:
         here = [call for call in calls if call.lineno <= line <= _end(call)]
         called = {self._text(call.func) for call in here}
         called |= {self._text(call.args[0]) for call in here if called & ATTACH and call.args}
-        made = [
-            node for node in ast.walk(self.tree) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-        ]
-        made = [node for node in made if any(self._text(target) in called for target in node.targets)]
+        made = [node for node in self._assigned_calls() if any(self._text(one) in called for one in node.targets)]
         names = {self._text(target) for node in made for target in node.targets}
         functions = {id(self._function_of(node)) for node in made}
         return max((node.lineno for node in made), default=0) if len(names) == len(functions) == 1 else 0
+
+    def _assigned_calls(self) -> list[ast.Assign]:
+        """The statements that assign the result of a call, such as a new model."""
+        assigned = (node for node in ast.walk(self.tree) if isinstance(node, ast.Assign))
+        return [node for node in assigned if isinstance(node.value, ast.Call)]
+
+    def name_of_model(self, line: int, step: int) -> str:
+        """See the function of this name."""
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        here = [call for call in calls if call.lineno <= line <= _end(call)]
+        updates = [call for call in calls if call.lineno <= step <= _end(call)]
+        functions = {id(self._function_of(call)) for call in (*here, *updates)}
+        assigned = {self._text(target) for node in self._assigned_calls() for target in node.targets}
+        names = {self._text(call.func) for call in here} & assigned
+        return names.pop() if updates and len(names) == len(functions) == 1 else ""
+
+    def _insert_before_step(self, line: int, model: str, text: str) -> None:
+        """Inserts a statement about the gradients of the model before the update at a line."""
+        statements = [node for node in ast.walk(self.tree) if isinstance(node, ast.Expr) and node.lineno == line]
+        calls = [node.value for node in statements if isinstance(node.value, ast.Call)]
+        if len(calls) != 1 or _callee(calls[0]) != "step" or calls[0].args or calls[0].keywords:
+            raise _CannotEditError("the optimizer is not updated by a call of its step() without arguments")
+        if not model:
+            raise _CannotEditError("it is not clear what the model is called there")
+        before = self._line(line)
+        if before[: statements[0].col_offset].strip():
+            raise _CannotEditError("another statement is on the same line")
+        self._ensure_torch()
+        self._insert(self.lines[line - 1], f"{_indent(before)}{text.replace('{model}', model)}\n")
 
     def _function_of(self, node: ast.AST) -> ast.AST:
         """The innermost function that contains a node, or the module."""
@@ -314,6 +370,31 @@ class _File:
         end = self.lines[statement.end_lineno or statement.lineno]
         missing = "" if last.endswith("\n") else "\n"
         self._insert(end, missing + "".join(f"{indent}{line}\n" for line in text.split("\n")))
+
+    def _insert_for_process(self, text: str) -> None:
+        """Inserts lines after the imports at the top that begin with torch's; without these, before everything: the
+        module may start the training by an import.
+        """
+        try:
+            self._ensure_torch()
+            return self._insert_after(self._torch_import(), text)
+        except _CannotEditError:
+            if not self.tree.body or self._has_torch():
+                raise
+        first = next((one for one in self.tree.body if not _comes_first(one)), None)
+        if first is None:
+            raise _CannotEditError("the file holds no statement")
+        offset = self.lines[min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]) - 1]
+        if "torch." in text:
+            self._insert(offset, "import torch\n")
+        return self._insert(offset, f"{text}\n")
+
+    def _has_torch(self) -> bool:
+        """Whether the file imports torch at its top."""
+        try:
+            return bool(self._torch_import())
+        except _CannotEditError:
+            return False
 
     def _torch_import(self) -> ast.stmt:
         """The last of the import statements that follow the one of torch at the top of the file."""
@@ -403,6 +484,12 @@ def _takes_gradients(node: ast.AST, functions: set[str]) -> bool:
         if _callee(call) in GRADIENTS or (is_own and _callee(call) in functions):
             return True
     return False
+
+
+def _comes_first(statement: ast.stmt) -> bool:
+    """Whether a statement has to stay at the top of its file: a docstring, or an import from __future__."""
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_text or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__")
 
 
 def _yields(function: ast.AST) -> bool:

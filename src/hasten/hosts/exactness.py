@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,7 +71,10 @@ class Rounded(Method):
 
 @dataclass(frozen=True)
 class Deterministic(Method):
-    """Asks for deterministic algorithms, without which few trainings on a GPU repeat their bits."""
+    """Asks for deterministic algorithms, without which few trainings on a GPU repeat their bits.
+
+    Torch warns of each operation that has none.
+    """
 
     card = Card(summary="deterministic algorithms", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
 
@@ -86,17 +90,22 @@ class Deterministic(Method):
         return deterministic
 
 
-DETERMINISTIC = {f"{Deterministic.__module__}:{Deterministic.__name__}": {}}
 ROUNDED = {f"{Rounded.__module__}:{Rounded.__name__}": {}}
+DETERMINISTIC = {f"{Deterministic.__module__}:{Deterministic.__name__}": {}}
+ALERT = re.compile(r"(\w+) does not have a deterministic implementation")
 
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """The first steps of a script: hash and values of its weights, gradients of its first step, parsed arguments."""
+    """The first steps of a script: hash and values of its weights, gradients of its first step, parsed arguments, the
+    seeds that it has set, the operations that torch has warned of.
+    """
 
     steps: int
     hash: str
     arguments: dict[str, Any]
+    seeds: list[dict[str, Any]]
+    alerts: list[str]
     weights: Weights
     gradients: Weights
 
@@ -193,12 +202,14 @@ class _Runs:
                 process.ask("train", *limits, count=steps - answer["steps"])
             found = process.ask("hash", *limits)
             process.ask("save", *limits, path=f"{directory}/weights")
+            alerts = list(dict.fromkeys(ALERT.findall(process.whole_output())))
             weights, gradients = (torch.load(directory / name, weights_only=True) for name in ("weights", "gradients"))
         if not weights:
             raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")
         if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
             raise RunError(f"{bad[0]} is not finite after {found['steps']} steps of {Recipe(methods)}")
-        return ScriptRun(found["steps"], found["hash"], described["arguments"], weights, gradients)
+        seeds = described["sites"]["seeds"]
+        return ScriptRun(found["steps"], found["hash"], described["arguments"], seeds, alerts, weights, gradients)
 
 
 def _result(passed: bool, number: float, why: str, statistics: bool = False) -> dict[str, Any]:
@@ -265,11 +276,38 @@ def _judge_by_noise(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]
     noise = _difference(first.weights, second.weights)
     number = _difference(runs.run(base, keep=True).weights, runs.run(candidate).weights)
     passed = number <= NOISE_FACTOR * noise
+    cause = _seed_that_differs(first, second) or _alerts(runs)
     why = (
-        f"this script is not reproducible: two runs of it differ by {noise:.1e} after {first.steps} steps, so that "
-        f"equal bits cannot be shown; with the recipe they differ by {number:.1e}"
+        f"this script is not reproducible{cause}: two runs of it differ by {noise:.1e} after "
+        f"{first.steps} steps, so that equal bits cannot be shown; with the recipe they differ by {number:.1e}"
     )
     return _result(passed, number, why, statistics=True)
+
+
+def _alerts(runs: _Runs) -> str:
+    """The operations of a script that torch cannot reproduce, as far as it knows them."""
+    try:
+        alerts = runs.run(DETERMINISTIC, GRADIENT_STEPS, keep=True).alerts
+    except DeadlineError:
+        raise
+    except (RunError, ConfigurationError):
+        return ""
+    return f" (torch has no deterministic implementation of {', '.join(alerts)})" if alerts else ""
+
+
+def _seed_that_differs(first: ScriptRun, second: ScriptRun) -> str:
+    """Why two runs of a script differ, as far as the seeds show that its own code sets; hasten sets all others."""
+    before = {(entry["site"], entry["type"]): entry["seed"] for entry in first.seeds}
+    for entry in second.seeds:
+        key = entry["site"], entry["type"]
+        site = entry["site"].partition("#")[0]
+        if os.path.isabs(site):  # a library
+            continue
+        if entry["seed"] is None:
+            return f" ({site} calls {entry['type']} without a seed)"
+        if before.get(key, entry["seed"]) != entry["seed"]:
+            return f" ({site} calls {entry['type']} with another seed in each run)"
+    return ""
 
 
 _CHECKS = {

@@ -1,5 +1,7 @@
 """Trains a script for real: its own command with the methods of a recipe inside, and nothing else changed."""
 
+import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -32,12 +34,43 @@ def check_train(script: ScriptRef, recipe: Recipe, recipe_file: str | None, proc
     return read_beside(recipe_file)
 
 
+def check_same_script(script: ScriptRef, sites: dict[str, Any] | None) -> None:
+    """Refuses a recipe whose sites the command cannot reach, before anything runs.
+
+    Where code or arguments have changed since the search, the files of the sites must be there, and the command must
+    start the file in which the training was started then, or another one that names it. Other changes show after the
+    first step.
+
+    Raises:
+        ConfigurationError: The recipe is for another script.
+    """
+    if sites is None or sites["fingerprint"] == script.fingerprint():
+        return
+    entries = [entry["site"] for kind in ("loaders", "optimizers", "models") for entry in sites[kind]]
+    files = sorted({site.rpartition(":")[0] for site in entries})
+    main, own = sites["main"], os.path.relpath(script.file, script.directory) if script.file else None
+    for file in files:
+        is_gone = not Path(script.directory, file).is_file()
+        if is_gone or (file == main and own not in (None, main) and not _names(script, Path(file).stem)):
+            why = "does not exist here" if is_gone else f"is not what {script.command} starts"
+            raise ConfigurationError(
+                f"the recipe is for another script: it was found with {file}, which {why}; tune this command, or give "
+                "the recipe without the sites.json beside it"
+            )
+
+
+def _names(script: ScriptRef, module: str) -> bool:
+    """Whether the script's file holds the name of a module, which it may import."""
+    text = Path(script.file or "").read_text(encoding="utf-8", errors="replace")
+    return re.search(rf"\b{re.escape(module)}\b", text) is not None
+
+
 def train_script(script: ScriptRef, recipe: Recipe, device: str | None, sites: dict[str, Any] | None) -> int:
     """Runs the command with the recipe, with this process's input and output. Returns its exit code."""
     with tempfile.TemporaryDirectory(prefix="hasten-") as directory:
         write_spec(Path(directory), script, recipe.methods, pick_device(device), None, sites, mode="train")
         environment = injected(script.environment, Path(directory))  # without a recipe too: see frameworks/pyg.py
-        with subprocess.Popen(script.argv, cwd=script.directory, env=environment) as process:
+        with subprocess.Popen(script.argv_under(recipe.methods), cwd=script.directory, env=environment) as process:
             previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
             for number in previous:  # the terminal sends Ctrl-C to both: the script decides, and its code counts
                 signal.signal(number, lambda number, _: number != signal.SIGINT and process.send_signal(number))

@@ -28,6 +28,7 @@ from hasten.core.errors import ConfigurationError, HastenWarning, MemoryExhauste
 from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RESUMED, RIVAL, SESSION, SOCKET, SPEC, STARTED
 from hasten.hosts.sandbox import Sandbox, writable_places
 from hasten.hosts.site_map import device_of, hidden_checkpoints, hide_checkpoints, known_sites
+from hasten.utils.typed_arguments import typed_numbers
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
@@ -81,7 +82,7 @@ class ScriptProcess:
             self.listener.bind(str(self.directory / SOCKET))
             self.listener.listen(1)
             write_spec(self.directory, script, self.methods, self.device, self.seed, self.sites, mode="trial")
-            argv, environment = list(script.argv), injected(script.environment, self.directory)
+            argv, environment = script.argv_under(self.methods), injected(script.environment, self.directory)
             environment.setdefault("PYTHONHASHSEED", "0")
             environment.setdefault("PYTHONUNBUFFERED", "1")
             command = {"argv": box.wrap(argv, hidden_checkpoints(script)), "environment": box.environment(environment)}
@@ -311,6 +312,7 @@ def write_spec(
         "sites": sites,
         "mode": mode,
         "vary": script.vary,
+        "typed": typed_numbers(script.argv_under(methods)),
     }
     (directory / SPEC).write_text(json.dumps(spec), encoding="utf-8")
 

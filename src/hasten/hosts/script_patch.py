@@ -1,14 +1,20 @@
 """A recipe as a patch of the script that it was found with: ``hasten eject --recipe R -- python train.py``."""
 
 import os
+import shlex
+from collections.abc import Mapping
 from typing import Any
 
+from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.engine.devices import pick_device
-from hasten.export.patch import Site, line_of_model, write_patch
+from hasten.engine.registry import takes_any_option
+from hasten.export.patch import ScriptEdit, Site, edit_of, line_of_model, name_of_model, write_patch
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.launch import check_train
 from hasten.hosts.script_ref import ScriptRef
+from hasten.hosts.site_map import known_sites
+from hasten.utils.typed_arguments import typed_numbers, with_typed
 
 TRAINING = "training"  # role of a loader
 
@@ -26,14 +32,53 @@ def patch_script(script: ScriptRef, recipe: Recipe, recipe_file: str | None, dev
     sites = check_train(script, recipe, recipe_file, processes=1)
     if sites is None or sites["fingerprint"] != script.fingerprint():
         sites = _watch(script, pick_device(device))
-    file = os.path.relpath(script.file, script.directory) if script.file else None
-    return write_patch(_as_places(sites, script.directory), recipe, script.directory, file)
+    file = os.path.relpath(script.file, script.directory) if script.file else sites["main"]
+    places = [*_as_places(sites, script.directory), *_argument_places(sites), *_step_places(sites, script.directory)]
+    return write_patch(places, recipe, script.directory, file, lambda method: _edit(script, method, places))
+
+
+def _edit(script: ScriptRef, method: Method, places: list[Site]) -> ScriptEdit:
+    """The edit of a method. Arguments of the script are changed where they are: in the command, or in a call."""
+    if not takes_any_option(type(method)):
+        return edit_of(method)
+    values = dict(vars(method)["values"])
+    in_calls = {name: value for name, value in values.items() if name not in typed_numbers(script.argv)}
+    at = {f"argument {name}": f"{name}={value!r}" for name, value in in_calls.items()}
+    at = {kind: text for kind, text in at.items() if any(place["kind"] == kind for place in places)}
+    parsed = {name: value for name, value in in_calls.items() if f"argument {name}" not in at}
+    return ScriptEdit(method.name, method.card.summary, at, _command_by_hand(script, values, parsed))
+
+
+def _command_by_hand(script: ScriptRef, values: Mapping[str, Any], parsed: Mapping[str, Any]) -> str:
+    """How to start the script with other values: the command, and what its parser has to be given beside."""
+    command = with_typed(script.argv, values)
+    more = ", ".join(f"{name} = {value}" for name, value in parsed.items())
+    if command == list(script.argv):
+        return f"start the script with other values of its arguments: {more}" if more else ""
+    return f"start the script as: {shlex.join(command)}" + (f", and with {more}" if more else "")
+
+
+def _argument_places(sites: dict[str, Any]) -> list[Site]:
+    """The calls in which a script passes numbers to a framework, once for each of these arguments."""
+    entries = [(entry, name) for entry in sites["framework_arguments"] for name in entry["names"]]
+    return [{"kind": f"argument {name}", **_place(entry)} for entry, name in entries]
+
+
+def _step_places(sites: dict[str, Any], directory: str) -> list[Site]:
+    """The updates of the optimizers, each with the name that the one model of the script has there."""
+    models = [_place(entry) for entry in sites["models"]]
+    places = [_place({"site": f"{entry['step']}#1"}) for entry in sites["optimizers"] if entry.get("step")]
+    for place in places:
+        is_one = len(models) == 1 and models[0]["file"] == place["file"]
+        place["kind"] = "step"
+        place["type"] = name_of_model(directory, place["file"], models[0]["line"], place["line"]) if is_one else ""
+    return places
 
 
 def _watch(script: ScriptRef, device: str) -> dict[str, Any]:
     with ScriptArm(script, methods={}, device=device, seed=0) as arm:
         arm.build()
-    return script.sites() or {}
+    return known_sites(script) or {}
 
 
 def _as_places(sites: dict[str, Any], directory: str) -> list[Site]:

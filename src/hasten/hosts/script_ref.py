@@ -16,9 +16,11 @@ from typing import Any, NoReturn
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method
 from hasten.core.task import Task
+from hasten.engine.registry import method_class, takes_any_option
 from hasten.engine.tasks import TaskRef
 from hasten.hosts import site_map
 from hasten.hosts.host import SCRIPT, check_supported
+from hasten.utils.typed_arguments import name_of_argument, with_typed
 
 IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site"}  # flags that keep hasten out
 WITH_VALUE = "mcWX"  # one-letter options of Python that take the next argument
@@ -41,7 +43,8 @@ class ScriptRef(TaskRef):
         directory: Where it runs; absolute.
         environment: Its environment variables.
         metric: The metric as ``NAME[:min|max]``; None to find it.
-        vary: Arguments of the script, as its ArgumentParser names them, of which a search may try other values.
+        vary: Arguments of the script, as it parses them or as the command gives them, of which a search may try other
+            values.
     """
 
     argv: tuple[str, ...] = ()
@@ -78,7 +81,7 @@ class ScriptRef(TaskRef):
         script = _script_of(argv, directory) if _is_python(argv[0]) else _script_among(argv[1:], directory)
         name = re.sub(r"\.(py|sh)$", "", os.path.basename(script or argv[0]))
         file = os.path.join(directory, script) if script and script.endswith(".py") else None
-        names = tuple(name.strip("-").replace("-", "_") for name in vary or ())
+        names = tuple(map(name_of_argument, vary or ()))
         return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric, names)
 
     def load(self) -> Task:
@@ -96,6 +99,14 @@ class ScriptRef(TaskRef):
     def command(self) -> str:
         """The command as typed."""
         return shlex.join(self.argv)
+
+    def argv_under(self, methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """The command with the values that a recipe gives to arguments which are numbers in it.
+
+        Arguments that the script parses without them being in the command are replaced there; see ``script_arguments``.
+        """
+        values = [options for name, options in methods.items() if takes_any_option(method_class(name))]
+        return with_typed(self.argv, {name: value for one in values for name, value in one.items()})
 
     def to_json(self) -> str:
         fields = {"name": self.name, "file": self.file, "argv": self.argv, "directory": self.directory}

@@ -152,14 +152,17 @@ def _varied(script: ScriptRef, site_map: dict[str, Any]) -> dict[str, float]:
     """The arguments that ``--vary`` names, with their values.
 
     Raises:
-        ConfigurationError: The script declares no such argument, its value is no number above 0, or there is no metric.
+        ConfigurationError: The script has no such argument, its value is no number above 0, or there is no metric.
     """
-    declared = site_map["arguments"]
+    arguments = site_map["arguments"]
     for name in script.vary:
-        if name not in declared:
-            hint = suggest(name, declared) if declared else "; it parses none with argparse"
-            raise ConfigurationError(f"--vary: {script.name} declares no argument {name!r}{hint}")
-        value = declared[name]
+        if name not in arguments:
+            hint = suggest(name, arguments) if arguments else ""
+            raise ConfigurationError(
+                f"--vary: {script.name} parses no argument {name!r} with argparse, and its command gives it no number"
+                f"{hint}; give its present value in the command, such as --{name}=0.1 or {name}=0.1"
+            )
+        value = arguments[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigurationError(f"--vary: {name} is {value!r}; only a number above 0 can be varied")
     if script.vary and not site_map["total_steps"]:
@@ -168,7 +171,7 @@ def _varied(script: ScriptRef, site_map: dict[str, Any]) -> dict[str, float]:
         raise ConfigurationError(
             "--vary needs a metric to judge by, and none is measured on held-out data; see --metric"
         )
-    return {name: declared[name] for name in script.vary}
+    return {name: arguments[name] for name in script.vary}
 
 
 SERVICES: dict[str, Any] = {

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
 FILE = "sites.json"  # beside the recipe that was found with it
-KINDS = ("loaders", "optimizers", "models", "evaluations", "seeds")
+KINDS = ("loaders", "optimizers", "models", "evaluations", "seeds", "framework_arguments")
 
 _known: dict[str, dict[str, Any]] = {}  # by fingerprint of the script
 _hidden: dict[str, list[str]] = {}  # the same: paths of checkpoints, without which its trials start
@@ -43,6 +43,7 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
         "watched_seconds",
         "watched_steps",
         "metric_has_come",
+        "main",
     ):
         value = described.get(name)
         site_map[name] = before.get(name) if value is None else value
@@ -88,12 +89,13 @@ def write(directory: Path, script: ScriptRef) -> None:
     site_map = known_sites(script)
     if site_map is not None:
         sites = {kind: site_map[kind] for kind in KINDS}  # not the parsed arguments, which may hold a password
-        text = json.dumps({"fingerprint": script.fingerprint(), "device": site_map["device"], **sites}, indent=1)
+        own = {"fingerprint": script.fingerprint(), "main": site_map["main"], "device": site_map["device"]}
+        text = json.dumps({**own, **sites}, indent=1)
         (directory / FILE).write_text(text, encoding="utf-8")
 
 
 def read_beside(recipe: str | None) -> dict[str, Any] | None:
-    """The site map beside a recipe file, and the ``fingerprint`` of its script; None without one.
+    """The site map beside a recipe file, the ``fingerprint`` of its script, and its ``main`` file; None without one.
 
     Raises:
         ConfigurationError: It cannot be read.
@@ -102,8 +104,8 @@ def read_beside(recipe: str | None) -> dict[str, Any] | None:
     if path is None or not path.is_file():
         return None
     try:
-        site_map = json.loads(path.read_text(encoding="utf-8"))
-        of_script = {name: site_map.get(name) for name in ("fingerprint", "device")}
-        return of_script | {kind: list(site_map[kind]) for kind in KINDS}
+        site_map = {"framework_arguments": [], **json.loads(path.read_text(encoding="utf-8"))}  # newer than some maps
+        own = {name: site_map.get(name) for name in ("fingerprint", "main", "device")}
+        return {**own, **{kind: list(site_map[kind]) for kind in KINDS}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path} is no site map ({type(error).__name__}); tune again, or remove it") from None

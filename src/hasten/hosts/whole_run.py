@@ -60,6 +60,10 @@ def metric_so_far(script: ScriptRef, process: ScriptProcess, described: dict[str
         return select_metric([*logged, *printed], script.metric)
     if described["monitor"] is not None:  # by a callback, an argument or ``hasten.attach``
         return select_metric(logged, ":".join(filter(None, described["monitor"])))
+    known = (known_sites(script) or {}).get("metric")  # in a run that evaluates once, another one may seem likelier
+    for series in (logged, printed):
+        if known and (same := [one for one in series if one.name == known["name"]]):
+            return select_metric(same, f"{known['name']}:{known['direction']}")
     found = [choose_metric(series) for series in (logged, printed)]
     return next((one for one in found if _is_held_out(one)), found[1] or found[0])
 

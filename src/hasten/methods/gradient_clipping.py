@@ -29,9 +29,7 @@ class GradientClipping(Method):
         after=("float16",),  # the gradients must not contain the loss scale
         presets=({}, {"max_norm": 0.25}),
         remedy_for={"divergence": {}},
-        script_edit={
-            "by_hand": "call torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm}) before optimizer.step()",
-        },
+        script_edit={"step": "torch.nn.utils.clip_grad_norm_({model}.parameters(), {max_norm})"},
     )
 
     max_norm: float = option(1.0, above=0)  # Euclidean norm

@@ -1,17 +1,26 @@
-"""The arguments that a program parses with argparse: seen, or replaced, before the program reads them."""
+"""The arguments that a program parses with argparse: seen, or replaced, before the program reads them.
+
+Arguments that a program passes to a framework in its code can be offered in the same way.
+"""
 
 import functools
 import inspect
 import re
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from hasten.utils.typed_arguments import typed_numbers
 
 LENGTH = {"epoch", "epochs", "step", "steps", "iter", "iters", "iteration", "iterations", "updates"}
 NO_LENGTH = {
     "warmup",
     "eval",
+    "val",
+    "validation",
     "log",
+    "logging",
     "save",
     "print",
     "interval",
@@ -20,9 +29,14 @@ NO_LENGTH = {
     "accumulation",
     "size",
     "start",
+    "initial",
     "resume",
     "patience",
 }
+
+_calls: list[Callable[[Namespace], None]] = []  # with everything that is parsed or offered
+_parsed: set[str] = set()  # names that the program's own parsers declare
+_offered: dict[str, Any] = {}  # what the program has passed to a framework, by name
 
 
 def names_length(name: str) -> bool:
@@ -37,7 +51,9 @@ def after_parsing(call: Callable[[Namespace], None]) -> None:
     A parser of a subcommand counts as a part of the one that calls it. ``call`` may set attributes.
     """
     for namespace in _held_by_callers():
+        _parsed.update(vars(namespace))
         call(namespace)
+    _calls.append(call)
     original = ArgumentParser.parse_known_args
     depth = 0
 
@@ -50,10 +66,28 @@ def after_parsing(call: Callable[[Namespace], None]) -> None:
         finally:
             depth -= 1
         if not depth:
+            _parsed.update(getattr(result[0], "__dict__", {}))
             call(result[0])
         return result
 
     ArgumentParser.parse_known_args = parse_known_args
+
+
+def offer_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that a program passes to a framework, seen and replaced as those that it parses. Returns them.
+
+    A name that the program also parses, or that its command line gives, belongs to the program: it is left out. One
+    that was offered before with another number, such as by two optimizers, is seen as a text that holds both.
+    """
+    own = _parsed | typed_numbers(sys.argv).keys()
+    values = {name: value for name, value in values.items() if name not in own}
+    seen = Namespace()
+    for name, value in values.items():
+        before = _offered.setdefault(name, value)
+        setattr(seen, name, value if before == value else f"{before} and {value}")
+    for call in _calls if values else ():
+        call(seen)
+    return {name: value if isinstance(found := getattr(seen, name), str) else found for name, value in values.items()}
 
 
 def _held_by_callers() -> list[Namespace]:

@@ -1,7 +1,8 @@
 """Watches what a script imports: a function is called with each module of interest once it is imported."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -11,13 +12,15 @@ class ImportFinder:
     """A finder on ``sys.meta_path`` that calls ``watchers[name](module)`` after the import of a module.
 
     Args:
-        watchers: By the name of the module.
+        watchers: By the name of the module; several mappings may name the same one.
     """
 
-    def __init__(self, watchers: Mapping[str, Callable[[Any], None]]):
-        self.watchers = watchers
-        for name in watchers.keys() & sys.modules.keys():
-            watchers[name](sys.modules[name])
+    def __init__(self, *watchers: Mapping[str, Callable[[Any], None]]):
+        self.watchers: dict[str, list[Callable[[Any], None]]] = {}
+        for name, watch in (item for one in watchers for item in one.items()):
+            self.watchers.setdefault(name, []).append(watch)
+        for name in self.watchers.keys() & sys.modules.keys():
+            _call_all(self.watchers[name], sys.modules[name])
         sys.meta_path.insert(0, self)  # pyright: ignore[reportArgumentType]  # a finder needs find_spec only
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -27,10 +30,15 @@ class ImportFinder:
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                watching: Any = _WatchingLoader(spec.loader, self.watchers[name])
+                watching: Any = _WatchingLoader(spec.loader, partial(_call_all, self.watchers[name]))
                 spec.loader = watching
                 return spec
         return None
+
+
+def _call_all(watchers: Sequence[Callable[[Any], None]], module: Any) -> None:
+    for watch in watchers:
+        watch(module)
 
 
 class _WatchingLoader:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 
-def seed_process(shift: int, on_seed: Callable[[str], None]) -> None:
+def seed_process(shift: int, on_seed: Callable[[str, int | None], None]) -> None:
     """Seeds all generators of this process with ``shift``, and adds ``shift`` to every integer seed that is set later.
 
     Args:
         shift: Added to the script's own seeds; with 0 these stay as they are.
-        on_seed: Called with the name of each function that the script seeds by.
+        on_seed: Called with the name of each function that the script seeds by, and the seed; None for one that the
+            system chooses, which makes the script irreproducible.
     """
     torch.manual_seed(shift)
     random.seed(shift)
@@ -25,19 +26,24 @@ def seed_process(shift: int, on_seed: Callable[[str], None]) -> None:
     if numpy is not None:  # torch imports it where it is installed
         numpy.random.seed(shift % 2**32)
     places: list[tuple[Any, str]] = [(torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed")]
+    places += [(torch, "seed"), (torch.random, "seed")]  # these two take none
     if numpy is not None:
         places += [(numpy.random, "seed"), (numpy.random, "default_rng")]
     for owner, name in places:
         setattr(owner, name, _shifted(getattr(owner, name), shift, f"{owner.__name__}.{name}", on_seed))
 
 
-def _shifted(function: Any, shift: int, name: str, on_seed: Callable[[str], None]) -> Callable[..., Any]:
+def _shifted(function: Any, shift: int, name: str, on_seed: Callable[[str, int | None], None]) -> Callable[..., Any]:
     owner = os.getpid()
 
     def shifted(*args: Any, **kwargs: Any) -> Any:
-        if os.getpid() != owner or not args or type(args[0]) is not int:  # loader workers seed themselves
+        if os.getpid() != owner:  # loader workers seed themselves
             return function(*args, **kwargs)
-        on_seed(name)
+        if not (args or kwargs) or args == (None,):
+            on_seed(name, None)
+        if not args or type(args[0]) is not int:
+            return function(*args, **kwargs)
+        on_seed(name, args[0])
         return function(args[0] + shift, *args[1:], **kwargs)
 
     shifted.__name__ = getattr(function, "__name__", name)

@@ -14,7 +14,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -61,7 +61,7 @@ class Session:
         self.block: dict[str, Any] | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
         self.code: CodeObserver | None = None
-        self.arguments: dict[str, Any] = {}  # that the script has parsed, as it sees them
+        self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
         self.composition: Any = None
         try:
             if spec["methods"]:
@@ -76,18 +76,19 @@ class Session:
         if spec["seed"] is not None:
             seeded: list[str] = []
             self.sites.records["seeds"] = []
-            seeds.seed_process(spec["seed"], lambda name: self._note_seed(name, seeded))
+            seeds.seed_process(spec["seed"], lambda name, seed: self._note_seed(name, seed, seeded))
         self._install(spec["sites"] or {})
         in_float64 = bool(self.composition) and self.composition.in_float64
         self.declared: dict[str, str] = {}  # name of a metric that ``hasten.attach`` was given -> "min", "max" or ""
         self.loop = FrameworkLoop(self.steps, self.models, self._note_no_torch_optimizer, in_float64)
         if self.composition:
             self.composition.run.services.trainer = lambda: self.loop.trainer
-        watchers: dict[str, Any] = {name: partial(watch, loop=self.loop) for name, watch in FRAMEWORKS.items()}
+        frameworks = {name: partial(watch, loop=self.loop) for name, watch in FRAMEWORKS.items()}
+        watchers: list[Mapping[str, Callable[[Any], None]]] = [frameworks]
         if spec["mode"] != "train":
-            watchers |= {name: partial(watch, report=self._note_logged) for name, watch in TRACKERS.items()}
-            watchers |= OFFLINE
-        ImportFinder({name: self._guarded(watch) for name, watch in watchers.items()})
+            watchers.append({name: partial(watch, report=self._note_logged) for name, watch in TRACKERS.items()})
+            watchers.append(OFFLINE)
+        ImportFinder(*({name: self._guarded(watch) for name, watch in one.items()} for one in watchers))
         atexit.register(self._finish)
 
     def _compose(self) -> Any:
@@ -154,10 +155,11 @@ class Session:
             self.resumed_from.append(path)
             (self.directory / RESUMED).write_text(json.dumps(self.resumed_from), encoding="utf-8")
 
-    def _note_seed(self, name: str, seeded: list[str]) -> None:
-        if name not in seeded:
-            seeded.append(name)
-            self.sites.records["seeds"].append({"site": f"{self.sites.line()}#1", "type": name})
+    def _note_seed(self, name: str, seed: int | None, seeded: list[str]) -> None:
+        key = name if seed is not None else f"{name}()"
+        if key not in seeded:
+            seeded.append(key)
+            self.sites.records["seeds"].append({"site": f"{self.sites.line()}#1", "type": name, "seed": seed})
 
     def _note_logged(self, name: str, value: float) -> None:
         self.logged.append((time.perf_counter() - self.began, name, value, self.models.began is not None))
@@ -356,6 +358,7 @@ class Session:
             "backwards_per_step": self.steps.backwards,
             "skipped": self.steps.skipped,
             "arguments": self.arguments,
+            "main": self.sites.main(),
             "expected_steps": facts.expected_steps(self.arguments, self.loaders.training_loaders(), self.steps),
             **self._evaluations(),
             **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, of_loop),
@@ -441,8 +444,9 @@ class Session:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Those values that are data: numbers, texts, None."""
-    return {name: value for name, value in values.items() if isinstance(value, (int, float, str, type(None)))}
+    """The values that are data, numbers, texts and None; in place of any other, its type."""
+    data = (int, float, str, type(None))
+    return {name: value if isinstance(value, data) else type(value).__name__ for name, value in values.items()}
 
 
 def _named(root: torch.nn.Module, index: int) -> list[tuple[str, torch.nn.Parameter]]:

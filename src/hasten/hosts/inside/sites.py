@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 from collections import Counter
 from types import FrameType
 from typing import Any
@@ -77,6 +78,11 @@ class Sites:
                 return f"{self._relative(frame.f_code.co_filename)}:{frame.f_lineno}"
             frame = frame.f_back
         return None
+
+    def main(self) -> str | None:
+        """The file of the module that runs, also if it was started by its name; None if there is none."""
+        file = getattr(sys.modules.get("__main__"), "__file__", None)
+        return self._relative(file) if file else None
 
     def _relative(self, file: str) -> str:
         path = os.path.relpath(file, self.directory) if os.path.isabs(file) else file

@@ -176,6 +176,8 @@ class StepSeam:
         """Begins to count an optimizer's updates; one that comes later than the first does not end steps of its own."""
         self.optimizers.add(optimizer)
         self.has_optimizer = True
+        if record := self.sites.of(optimizer):
+            record["step"] = self.sites.line()
         count = self.counts[id(optimizer)] = max(0, self.count - 1)
         return count
 

@@ -7,11 +7,12 @@ the framework. It changes the class of the trainer, so that it does not matter h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hasten.hosts.inside.frameworks import keras, lightning, pyg, transformers
+from hasten.utils.parsed_arguments import offer_arguments
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.models import ModelSeam
@@ -21,6 +22,7 @@ WATCHED = {
     "lightning.pytorch.trainer.trainer": lightning.watch,
     "pytorch_lightning.trainer.trainer": lightning.watch,
     "transformers.trainer": transformers.watch,
+    "transformers.training_args": transformers.watch_arguments,
     "keras.src.backend.torch.trainer": keras.watch,
     "torch_geometric.loader.neighbor_loader": pyg.watch,
     "torch_geometric.loader.link_neighbor_loader": pyg.watch,
@@ -52,6 +54,19 @@ class FrameworkLoop:
         self.has_optimizer = False
         self.monitor: tuple[str, str] | None = None
         self.logged: list[tuple[float, str, float, bool]] = []
+
+    def take(self, owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Notes the numbers among the arguments that the script passes to a class or function of the framework.
+
+        Returns:
+            Their values, which ``--vary`` may have changed; without those that belong to the script, see
+            ``offer_arguments``.
+        """
+        numbers = offer_arguments({name: value for name, value in given.items() if type(value) in (int, float)})
+        if numbers:
+            site = {"site": f"{self.steps.sites.line()}#1", "type": owner, "names": sorted(numbers)}
+            self.steps.sites.records.setdefault("framework_arguments", []).append(site)
+        return numbers
 
     def report(self, name: str, value: Any) -> None:
         """Notes the value of a metric on held-out data; a value that is not a number is ignored."""

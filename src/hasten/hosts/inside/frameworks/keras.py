@@ -7,6 +7,8 @@ needs more than a conversion of the model, because each object of Keras has a dt
 from __future__ import annotations
 
 import functools
+import inspect
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -28,6 +30,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     lists: Any = import_module(f"{src}.callbacks.callback_list").CallbackList
     optimizer: Any = import_module(f"{src}.optimizers.base_optimizer").BaseOptimizer
     loop.models.is_symbolic = lambda args, kwargs: in_stateless_scope() or any_symbolic_tensors(args, kwargs)
+    optimizer.__init__ = _taken(optimizer.__init__, None, loop)
     optimizer.apply = _counted(optimizer.apply, loop)
     lists.on_epoch_end = _reported(lists.on_epoch_end, loop)
     module.TorchTrainer.fit = _noted(module.TorchTrainer.fit, loop)
@@ -71,7 +74,22 @@ def _noted(original: Any, loop: FrameworkLoop) -> Any:
             loop.facts.add("keras_rnn")
         return original(model, *args, **kwargs)
 
-    return fit
+    return _taken(fit, "fit", loop)
+
+
+def _taken(original: Any, name: str | None, loop: FrameworkLoop) -> Any:
+    """A method whose arguments that are numbers can be varied; ``name`` is None for a constructor."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        with suppress(TypeError):  # the function itself reports wrong arguments
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments |= loop.take(name or type(args[0]).__name__, bound.arguments)
+            args, kwargs = bound.args, bound.kwargs
+        return original(*args, **kwargs)
+
+    return take
 
 
 def _counted(original: Any, loop: FrameworkLoop) -> Any:

@@ -1,4 +1,4 @@
-"""Lightning: a callback in the user's Trainer finds the model, evaluations and metrics.
+"""Lightning: a callback in the user's Trainer finds the model, evaluations and metrics; its arguments can be varied.
 
 Lightning calls ``training_step`` of the module, not the module: this call is timed, and methods wrap it. The sanity
 check before the first step is not an evaluation.
@@ -53,7 +53,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
 
     @functools.wraps(original)
     def watched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        original(trainer, *args, **kwargs)
+        original(trainer, *args, **{**kwargs, **loop.take("Trainer", kwargs)})
         trainer.callbacks.insert(0, LightningCallback())
 
     module.Trainer.__init__ = watched_init

@@ -1,4 +1,7 @@
-"""Transformers: a callback in the user's Trainer finds the metrics; the seams of torch see everything else."""
+"""Transformers: a callback in the user's Trainer finds the metrics; the seams of torch see everything else.
+
+The fields of ``TrainingArguments`` can be varied.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,19 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
         trainer.add_callback(TransformersCallback(trainer))
 
     module.Trainer.__init__ = watched_init
+
+
+def watch_arguments(module: Any, loop: FrameworkLoop) -> None:
+    """``module`` is ``transformers.training_args``. Fields have the values that the script gives before post-init."""
+    arguments = module.TrainingArguments
+    original = arguments.__post_init__
+
+    @functools.wraps(original)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        vars(self).update(loop.take(type(self).__name__, vars(self)))
+        original(self, *args, **kwargs)
+
+    arguments.__post_init__ = post_init
 
 
 def _monitor(args: Any, held_out: list[str]) -> tuple[str, str] | None:
