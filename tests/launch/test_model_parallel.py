@@ -15,7 +15,7 @@ from hasten.engine.train import train
 from helpers import drawing_tasks, rank_tasks, tower_tasks
 from helpers.assertions import CLOSE, farthest, losses
 from helpers.equivalence import assert_trains_like_one_process
-from helpers.markers import first_quick, slow
+from helpers.markers import first_quick, slow, soak
 from helpers.ranks import (
     interrupted_early,
     interrupted_run,
@@ -35,10 +35,10 @@ BY_WORLD = [
     ("pipeline:schedule=interleaved,degree=2", 4),
     ("pipeline:schedule=zero_bubble", 2),
     (BOTH, 4),
-    (BOTH, 8),
-    ("tensor_parallel + pipeline:schedule=interleaved,degree=2", 4),
-    ("tensor_parallel + pipeline:schedule=zero_bubble,degree=2", 4),
-    ("tensor_parallel + pipeline:schedule=gpipe,degree=4", 8),
+    soak(BOTH, 8),
+    soak("tensor_parallel + pipeline:schedule=interleaved,degree=2", 4),
+    soak("tensor_parallel + pipeline:schedule=zero_bubble,degree=2", 4),
+    soak("tensor_parallel + pipeline:schedule=gpipe,degree=4", 8),
 ]
 STRATEGIES = ["pipeline", "tensor_parallel"]
 
@@ -56,7 +56,7 @@ def test_strategy_trains_like_one_process(tmp_path, strategy, world):
         ("tensor_parallel:degree=2", 4),
         ("pipeline:degree=2,microbatches=5", 4),
         ("pipeline", 3),
-        (f"{BOTH},microbatches=5", 8),
+        soak(f"{BOTH},microbatches=5", 8),
     ],
 )
 def test_batches_of_indivisible_sizes_train_like_one_process(tmp_path, strategy, world):
@@ -188,11 +188,11 @@ def test_run_resumes_in_one_process(tmp_path, strategy):
     ("first", "at", "then", "world"),
     [
         (BOTH, 4, "baseline", 1),
-        (BOTH, 4, "ddp", 2),
-        (BOTH, 8, "zero:stage=3", 2),
+        soak(BOTH, 4, "ddp", 2),
+        soak(BOTH, 8, "zero:stage=3", 2),
         ("ddp", 2, BOTH, 4),
-        ("pipeline", 2, BOTH, 8),
-        (BOTH, 4, "tensor_parallel", 2),
+        soak("pipeline", 2, BOTH, 8),
+        soak(BOTH, 4, "tensor_parallel", 2),
     ],
 )
 def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then, world):
@@ -209,7 +209,7 @@ def test_pipeline_of_split_layers_is_another_strategy(tmp_path, first, at, then,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world"), [("pipeline:degree=2", 4), (BOTH, 4), (BOTH, 8)])
+@pytest.mark.parametrize(("strategy", "world"), [("pipeline:degree=2", 4), (BOTH, 4), soak(BOTH, 8)])
 def test_gradient_norm_covers_all_replicas_and_stages(tmp_path, strategy, world):
     """The norm of the mean gradient, in which a weight on several ranks counts once."""
     clipping = "gradient_clipping:max_norm=0.1"
