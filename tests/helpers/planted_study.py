@@ -52,6 +52,7 @@ class Planted:
     seed: int = 0
     higher_is_better: bool = True
     target: float | None = TARGET
+    horizon: float = 1.0
     asked: list[tuple[str, str]] = field(default_factory=list)
     trials: list[dict] = field(default_factory=list)
 

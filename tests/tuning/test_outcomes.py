@@ -1,10 +1,13 @@
 """Comparison of runs on the same seeds, by seconds and by samples. Outcomes are planted."""
 
+from typing import Any
+
 import pytest
 
 from hasten.tuning.study import is_in
 from hasten.tuning.systems import check_verdict
 from hasten.tuning.training import Baseline, Outcome, seconds_of
+from hasten.tuning.training_stage import run_baseline
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
 
@@ -23,6 +26,14 @@ def test_samples_are_compared_on_the_same_seeds():
     assert fewer_later.needs_fewer(three)
     assert not outcome(10.0, samples=(995,)).needs_fewer(one)
     assert outcome(10.0, samples=(500,)).needs_fewer(outcome(None, samples=(None,)))
+
+
+@pytest.mark.parametrize(("higher_is_better", "target"), [(True, METRIC - 0.02), (False, METRIC + 0.02)])
+def test_target_of_a_task_without_one_is_what_every_seed_reaches_less_the_margin(higher_is_better, target):
+    study: Any = Planted(target=None, higher_is_better=higher_is_better, spread=0)
+    assert run_baseline(study, 0.02).target == pytest.approx(target)
+    study.target = TARGET
+    assert run_baseline(study, 0.02).target == TARGET, "which the task has"
 
 
 def test_recipes_of_other_lengths_are_compared_by_the_whole_training():

@@ -122,9 +122,10 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
         if len(runs) == FEW_BASELINE_SEEDS and is_expensive:
             break
     metrics = [run["metric"] for run in runs]
-    worst, best = (min, max) if study.higher_is_better else (max, min)
-    if study.target is None or study.horizon < 1:  # what every seed reaches
-        study.target = worst(run["best_metric"] for run in runs)
+    size, why = resolve_margin(metrics, margin, max(run.get("resolution", 0.0) for run in runs))
+    worst, best, sign = (min, max, 1) if study.higher_is_better else (max, min, -1)
+    if study.target is None or study.horizon < 1:  # what every seed reaches, less what the gate lets a recipe be worse
+        study.target = worst(run["best_metric"] for run in runs) - sign * size
         runs = [study.run(Recipe(), seed) for seed in seeds]
     target: Any = study.target
     if all(run["seconds_to_target"] is None for run in runs):
@@ -132,7 +133,6 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
             f"the task's own training never held its target {target:g} (it ended at {best(metrics):.4g}); "
             "lower the target or train longer"
         )
-    size, why = resolve_margin(metrics, margin, max(run.get("resolution", 0.0) for run in runs))
     search_seeds = [study.seed + SEED_STEP * index for index in range(len(runs))]
     baseline = Baseline(search_seeds, runs, target, size, study.higher_is_better, seeds, why)
     ends = ", ".join(f"{metric:.4g}" for metric in metrics)
