@@ -10,7 +10,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import method_class, method_names
 from hasten.export.patch import ScriptEdit, edit_of, line_of_model, patch_of, write_patch
 
-KINDS = {"loader", "optimizer", "model", "process", "evaluation", "step", "by_hand"}
+KINDS = {"loader", "dataset", "optimizer", "model", "process", "evaluation", "step", "by_hand"}
 
 
 def apply(directory, files: dict[str, str], patch: str) -> dict[str, str]:
@@ -267,6 +267,7 @@ print(hashlib.sha256(weights.numpy().tobytes()).hexdigest(), weights.double().no
 """
 SITES = [
     {"kind": "loader", "file": "train.py", "line": 9, "index": 1, "type": "DataLoader"},
+    {"kind": "dataset", "file": "train.py", "line": 9, "index": 1, "type": "DataLoader"},
     {"kind": "model", "file": "train.py", "line": 14, "index": 1, "type": "Sequential"},
     {"kind": "optimizer", "file": "train.py", "line": 15, "index": 1, "type": "Adam"},
 ]
@@ -282,7 +283,11 @@ def train(directory) -> tuple[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "same_bits"),
-    [("loader_workers:num_workers=2", True), ("num_threads:count=1 + fused_optimizer + channels_last", False)],
+    [
+        ("loader_workers:num_workers=2", True),
+        ("in_memory_batches", True),
+        ("num_threads:count=1 + fused_optimizer + channels_last", False),
+    ],
 )
 def test_patched_script_trains_as_before(tmp_path, recipe, same_bits):
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -302,6 +307,34 @@ def test_patched_script_compiles_a_sequential_model(tmp_path):
     apply(tmp_path, {"train.py": SCRIPT + count}, patch)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr.split()[-1] == "1", done.stderr
+
+
+def test_dataset_is_stacked_once_for_all_its_loaders(tmp_path):
+    sites = [{"kind": "dataset", "file": "train.py", "line": line, "index": 1, "type": "DataLoader"} for line in (3, 4)]
+    lines = ["import torch", "from data import DataLoader, a, b", "", ""]
+    lines[2:] = "x = DataLoader(a.train, 8)", "y = DataLoader(dataset=b, batch_size=8)"
+    (tmp_path / "train.py").write_text("\n".join(lines) + "\n")
+    patch = write_patch(sites, Recipe.parse("in_memory_batches"), tmp_path)
+    result = apply(tmp_path, {"train.py": "\n".join(lines) + "\n"}, patch)["train.py"]
+    assert result.count("class InMemory(") == 1 and "Not in this patch" not in patch
+    assert result.splitlines()[-2:] == [
+        "x = DataLoader(InMemory(a.train), 8, collate_fn=InMemory.collate)",
+        "y = DataLoader(dataset=InMemory(b), batch_size=8, collate_fn=InMemory.collate)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ("DataLoader(*arguments)", "does not show the dataset"),
+        ("DataLoader(data, collate_fn=pad)", "passes a collate_fn"),
+        ("DataLoader(data, **options)", "which may hold the same keyword"),
+        ("make_loader()", "does not show the dataset"),
+    ],
+)
+def test_dataset_that_cannot_be_wrapped_is_left_to_the_user(tmp_path, call, reason):
+    class_text = "class InMemory(Dataset):\n    pass\n"
+    assert reason in refused(tmp_path, f"import torch\nloader = {call}\n", "dataset", 2, class_text)
 
 
 @pytest.mark.parametrize(

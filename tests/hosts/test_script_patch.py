@@ -183,7 +183,8 @@ def test_patch_of_a_method_that_changes_the_loop_is_refused(tmp_path):
 @pytest.mark.multiprocess
 def test_patched_script_ends_with_the_bits_of_the_tuned_run(tmp_path):
     ref = written(tmp_path, fingerprint="of an older script", optimizers=[])  # so that it is watched anew
-    methods = ("fused_optimizer", "channels_last", "eval_no_grad", "gradient_clipping:max_norm=0.1")
+    clipping = "gradient_clipping:max_norm=0.1"
+    methods = ("in_memory_batches", "fused_optimizer", "channels_last", "eval_no_grad", clipping)
     recipe = [text for method in methods for text in ("--with", method)]
     command = [sys.executable, "train.py"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

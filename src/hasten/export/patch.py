@@ -23,7 +23,9 @@ from hasten.core.recipe import Recipe
 from hasten.engine.composition import sort_methods
 from hasten.engine.registry import make_methods, options_of
 
-CALLEES = {"loader": ("DataLoader",), "optimizer": (), "model": ()}  # beside the class that the site map names
+# Beside the class that the site map names.
+CALLEES = {"loader": ("DataLoader",), "dataset": ("DataLoader",), "optimizer": (), "model": ()}
+# beside the class that the site map names
 NOT_IN_PATCH = "# Not in this patch:"
 LINE_LENGTH = 100  # a call on one line stays on one line up to this length
 ATTACH = {"hasten.attach", "attach"}  # functions whose first argument is the model
@@ -60,8 +62,9 @@ def write_patch(
     """The patch for a recipe.
 
     Args:
-        sites: ``{"kind": "loader" | "optimizer" | "model" | "evaluation", "file": path, "line": int, "index": int}`` of
-            each site; ``"type"``, if there, is the class of the object. Several objects of one line differ in index.
+        sites: ``{"kind": "loader" | "dataset" | "optimizer" | "model" | "evaluation", "file": path, "line": int,
+            "index": int}`` of each site; ``"type"``, if there, is the class of the object. Several objects of one line
+            differ in index. A loader has two kinds: edits of "dataset" change what it reads.
             The kind "argument NAME" is a call that passes a number by this name; "step" is the update of an optimizer,
             whose "type" is the model's name there, see ``name_of_model``.
         recipe: The methods. An edit applies to all sites of its kind.
@@ -159,6 +162,7 @@ class _File:
         self.name, self.content, self.tree = name, content, tree
         self.insertions: dict[int, list[str]] = {}  # offset -> texts, in the order of the methods
         self.replacements: dict[tuple[int, int], str] = {}
+        self.defined: set[str] = set()  # classes that were inserted
         self.lines = [0]  # offset of each line
         for line in content.splitlines(keepends=True):
             self.lines.append(self.lines[-1] + len(line))
@@ -190,6 +194,8 @@ class _File:
                 self._insert_after_assignment(line, text)
             elif kind == "step":
                 self._insert_before_step(line, name, text)
+            elif kind == "dataset":
+                self._wrap_dataset(self._calls(line, (name, *CALLEES[kind])), text)
             elif kind.startswith("argument "):
                 self._replace_keyword(self._calls(line, (name,)), text)
             else:
@@ -253,6 +259,25 @@ class _File:
             raise _CannotEditError("the call passes foreach=, which excludes fused=")
         if added:
             self._append_arguments(call, ", ".join(added))
+
+    def _wrap_dataset(self, calls: list[ast.Call], text: str) -> None:
+        """Passes the dataset of each loader through the class that ``text`` defines, with its ``collate``."""
+        wrapper = text.partition("class ")[2].partition("(")[0]
+        for call in calls:
+            keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+            dataset = call.args[0] if call.args else keywords.get("dataset")
+            if dataset is None or isinstance(dataset, ast.Starred):
+                raise _CannotEditError("the call does not show the dataset")
+            if "collate_fn" in keywords:
+                raise _CannotEditError("the call passes a collate_fn")
+            start = self._offset(dataset.lineno, dataset.col_offset)
+            old = self._text(dataset)
+            self.replacements[start, start + len(old.encode())] = f"{wrapper}({old})"
+            self._add_keywords(call, f"collate_fn={wrapper}.collate")
+        if text not in self.defined:
+            self._ensure_torch()
+            self._insert_after(self._torch_import(), f"\n\n{text}")
+            self.defined.add(text)
 
     def _replace_keyword(self, calls: list[ast.Call], text: str) -> None:
         """Sets an argument of the one call that passes it by its name."""

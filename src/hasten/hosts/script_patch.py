@@ -83,8 +83,10 @@ def _watch(script: ScriptRef, device: str) -> dict[str, Any]:
 
 def _as_places(sites: dict[str, Any], directory: str) -> list[Site]:
     """The sites as ``write_patch`` takes them: those of training loaders, called models, optimizers and evaluations."""
+    training_loaders = [entry for entry in sites["loaders"] if entry["role"] == TRAINING]
     chosen = {
-        "loader": [entry for entry in sites["loaders"] if entry["role"] == TRAINING],
+        "loader": training_loaders,
+        "dataset": training_loaders,
         "optimizer": sites["optimizers"],
         "model": [entry for entry in sites["models"] if entry["called"]],
         "evaluation": [entry for entry in sites["evaluations"] if not entry["no_grad"]],

@@ -33,6 +33,25 @@ from hasten.utils.tree import tree_leaves
 NUM_BUFFERS = 3  # each is written again once nothing refers to its batches
 STACKED_SAMPLES = 256  # samples that are collated together while stacking
 FETCHED_BYTES = 2**18  # fetched at a time; fits into the L2 cache of a core
+# As an edit of a script, without brackets and braces, which stand for options there.
+STACKED_DATASET = '''class InMemory(torch.utils.data.Dataset):
+    """Samples that are stacked once; a DataLoader fetches whole batches of them by their indices."""
+
+    def __init__(self, dataset):
+        samples = list(map(dataset.__getitem__, range(len(dataset))))
+        self.length, self.fields = len(samples), torch.utils.data.default_collate(samples)
+
+    def __len__(self):
+        return self.length
+
+    def __getitems__(self, indices):
+        rows = torch.tensor(indices)
+        return torch.utils._pytree.tree_map(lambda field: field.index_select(0, rows), self.fields)
+
+    @staticmethod
+    def collate(batch):
+        return batch
+'''
 ALIGNMENT = 64  # bytes; torch's alignment of tensors. Every batch must have it: kernels may sum in another order
 
 
@@ -51,9 +70,7 @@ class InMemoryBatches(Method):
         order=WrapOrder.EARLY,
         replaces={"data"},
         on_gpu={"presets": ({"place": "device"},)},
-        script_edit={
-            "by_hand": "stack the samples once, and index the tensors by permutation.split(batch_size) in each epoch",
-        },
+        script_edit={"dataset": STACKED_DATASET},
     )
 
     gigabytes: float = option(2.0, above=0)  # memory budget in GB, for training and validation data each
