@@ -10,6 +10,7 @@ import torch
 
 from hasten.core.errors import ConfigurationError
 from hasten.hosts.inside.code import CodeObserver
+from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.whole_run import has_named_metric, seen_metric
 from hasten.reporting import view_model
 from hasten.reporting.terminal import diagnose_answer
@@ -28,14 +29,12 @@ class Printed:
         return self.text
 
 
-class Script:
-    metric = None
+def script_with(metric: str | None) -> ScriptRef:
+    return ScriptRef.of_command([sys.executable, "slow_code.py"], metric=metric, directory=str(SCRIPTS))
 
 
 def seen(text: str, metric: str | None = None) -> dict:
-    script = Script()
-    script.metric = metric
-    return seen_metric(script, Printed(text), DESCRIBED)
+    return seen_metric(script_with(metric), Printed(text), DESCRIBED)
 
 
 def test_metric_that_is_clear_has_name_direction_and_values():
@@ -60,10 +59,8 @@ def test_metric_that_is_not_there_has_the_reason():
 
 def test_misspelled_metric_is_refused_once_the_right_one_has_come_often_enough():
     def has_come(metric: str, values: int) -> bool:
-        script = Script()
-        script.metric = metric
         lines = [f"step {n}: loss {1 / (n + 1):.3f}\nval loss {2 / (n + 1):.3f}" for n in range(values)]
-        return has_named_metric(script, Printed("\n".join(lines)), DESCRIBED)
+        return has_named_metric(script_with(metric), Printed("\n".join(lines)), DESCRIBED)
 
     assert has_come("val loss", 2) and not has_come("val los", 2), "it may come later"
     with pytest.raises(ConfigurationError, match=r"no metric 'val los' .*did you mean val loss"):

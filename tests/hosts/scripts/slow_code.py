@@ -9,7 +9,7 @@ samples = [[float((row * column) % 7) for column in range(64)] for row in range(
 
 def get_batch(first):
     rows = []
-    for row in samples[first : first + 64]:
+    for row in samples[first : first + 192]:
         rows.append([value / 7 - 0.5 for value in row])
     return torch.tensor(rows)
 
@@ -19,7 +19,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     total = 0.0
     for step in range(100_000):
-        batch = get_batch(step * 64 % 1900)
+        batch = get_batch(step * 64 % 1800)
         loss = ((model(batch) - batch) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
