@@ -36,6 +36,7 @@ RECORDER = Path(__file__).with_name("weight_recorder")
 DATA = Path(os.environ.get("HASTEN_DATA", Path(__file__).parents[2] / "shared/data"))
 LIMIT_S = 300.0  # of a run
 SAME = ("same weights", "same output")
+BARS = ("it/s", "%|", "━")
 TIMES = re.compile(
     r"(?i)((?:\btime|\bdata|ms/batch|mfu)\W*[\d.]+( \([^)]*\))?|[\d.]+ ?(?:ms|s|it)(?:/\w+)?\b|[\d.]+%\|.*)"
 )
@@ -228,7 +229,14 @@ SCRIPTS = {
         IMAGES,
     ),
     "gcn": Script("examples/gcn", f"main.py {GRAPH}", ADAM, ("GCN",), **ON_CORA),
-    "gat": Script("examples/gat", f"main.py {GRAPH} --hidden-dim 16", ADAM, ("GAT",), **ON_CORA),
+    "gat": Script(
+        "examples/gat",
+        "main.py --epochs 20 --no-accel --val-every 5 --hidden-dim 16",
+        ADAM,
+        ("GAT",),
+        **ON_CORA,
+        at=10,
+    ),
     "Pytorch-UNet": Script(
         "Pytorch-UNet",
         "train.py --epochs 1 --scale 1 --bilinear",
@@ -383,9 +391,10 @@ def steps_of(seen: dict) -> int:
 
 
 def lines_of(output: str) -> list[str]:
-    """The lines of an output without times and progress bars."""
-    lines = [TIMES.sub("", line.rpartition("\r")[2]).strip() for line in output.splitlines() if "it/s" not in line]
-    return [line for line in lines if line]
+    """The lines of an output without times and progress bars, which are drawn by the clock."""
+    shown = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", output)  # colors, and movements of the cursor
+    lines = [line for line in re.split(r"[\n\r\x08]+", shown) if not any(bar in line for bar in BARS)]
+    return [line for line in (TIMES.sub("", line).strip() for line in lines) if line]
 
 
 def same_output(script: Script, plain: Run, under: Run) -> bool:

@@ -8,6 +8,8 @@ from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
 FRAMEWORKS = (
     "lightning",
     "pytorch_lightning",
@@ -52,7 +54,7 @@ class Sites:
         self.counts[kind, line] += 1
         record = {
             "site": f"{line}#{self.counts[kind, line]}",
-            "type": type(thing).__name__,
+            "type": class_name(thing),
             "early": self.early,
             **facts,
         }
@@ -87,6 +89,16 @@ class Sites:
     def _relative(self, file: str) -> str:
         path = os.path.relpath(file, self.directory) if os.path.isabs(file) else file
         return os.path.abspath(file) if path.startswith("..") else path
+
+
+def class_name(thing: Any) -> str:
+    """The class of an object; of a wrapper, such as DistributedDataParallel or Fabric's, that of the model in it."""
+    inner = getattr(thing, "module", None)
+    if isinstance(thing, nn.Module) and isinstance(inner, nn.Module):
+        outer_ids, inner_ids = ({id(parameter) for parameter in one.parameters()} for one in (thing, inner))
+        if outer_ids == inner_ids:
+            return class_name(inner)
+    return type(thing).__name__
 
 
 def _module(frame: FrameType) -> str:
