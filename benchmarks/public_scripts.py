@@ -351,7 +351,7 @@ def alone(script: Script, directory: Path) -> Run:
 def watched(script: Script, directory: Path) -> Run:
     """The script as the first run of a search sees it."""
     from hasten.core.errors import ConfigurationError, RunError
-    from hasten.hosts.process import ScriptProcess
+    from hasten.hosts.process import OUTPUT_BYTES, ScriptProcess
     from hasten.hosts.script_ref import ScriptRef
     from hasten.hosts.whole_run import seen_metric
 
@@ -374,7 +374,7 @@ def watched(script: Script, directory: Path) -> Run:
                 answer = process.ask("train", None, deadline, count=1 << 40)
             described = process.ask("describe", None, deadline)
             run.steps, run.sites = answer["steps"], described["sites"]
-            run.metric, run.output = seen_metric(ref, process, described), process.whole_output()
+            run.metric, run.output = seen_metric(ref, process, described), process.output(OUTPUT_BYTES)
             run.ended_well = answer.get("ended", False) is (script.steps is None)
     except (ConfigurationError, RunError) as error:
         run.output += f"\nhasten: {error}"

@@ -11,7 +11,7 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.hosts.inside.code import CodeObserver
 from hasten.hosts.script_ref import ScriptRef
-from hasten.hosts.whole_run import has_named_metric, seen_metric
+from hasten.hosts.whole_run import has_named_metric, lines_of, seen_metric
 from hasten.reporting import view_model
 from hasten.reporting.terminal import diagnose_answer
 
@@ -20,13 +20,13 @@ DESCRIBED = {"logged": [], "marks": [], "seconds": 1.0, "monitor": None}
 
 
 class Printed:
-    """Stands for a process that has printed a text; only ``whole_output`` is asked."""
+    """Stands for a process that has printed a text; only ``printed`` is asked."""
 
     def __init__(self, text: str):
         self.text = text
 
-    def whole_output(self) -> str:
-        return self.text
+    def printed(self) -> tuple[int, bytes]:
+        return 0, self.text.encode()
 
 
 def script_with(metric: str | None) -> ScriptRef:
@@ -133,3 +133,21 @@ def test_methods_of_tensors_that_a_script_has_replaced_are_there_after_it_was_ob
     observer.stop(1)
     assert during == 7 and all(vars(torch.Tensor)[name] is function for name, function in own.items())
     assert "tolist" not in vars(torch.Tensor)
+
+
+def test_metric_is_found_at_the_end_of_a_long_output_with_long_lines():
+    text = "".join(f"val loss {1 / n:.3f}\n{'9.5 ' * 250_000}\n" for n in range(1, 40))
+    found = seen_metric(script_with(None), Printed(text), DESCRIBED)
+    assert found["name"] == "val loss" and found["values"][-1] == pytest.approx(1 / 39, abs=1e-3)
+
+
+def test_lines_of_the_end_of_an_output_have_their_times():
+    marks = [[1.0, 1, 10, True], [2.0, 2, 20, False]]
+    lines = lines_of(8, b"0123\nabcdefg 5\nend\n", marks, 3.0)
+    assert lines == [
+        (1.0, "01", False),
+        (2.0, "23", True),
+        (2.0, "abcdefg", True),
+        (3.0, " 5", False),
+        (3.0, "end", False),
+    ]

@@ -108,3 +108,22 @@ def test_process_that_the_kernel_kills_is_out_of_memory(tmp_path):
     ref = command(tmp_path, f"{CONNECTS}os.kill(os.getpid(), 9)")
     with ScriptProcess(ref, {}) as run, pytest.raises(MemoryExhaustedError, match="was ended by SIGKILL"):
         run.wait_until_trained(60.0, None)
+
+
+TRAINS_IN_A_FUNCTION = """
+import multiprocessing, os, torch
+def train():
+    x = torch.ones(1, requires_grad=True)
+    for step in range(5):
+        (x * 2).backward()
+{end}
+"""
+IN_A_CHILD = "one = multiprocessing.get_context('fork').Process(target=train)\none.start()\none.join()"
+
+
+@pytest.mark.parametrize("end", ["train()\nos._exit(0)", IN_A_CHILD])
+def test_script_that_ends_by_exit_of_the_system_has_ended_well(tmp_path, end):
+    with ScriptProcess(command(tmp_path, TRAINS_IN_A_FUNCTION.format(end=end)), {}, seed=0) as running:
+        running.wait_until_trained(120.0, None)
+        assert running.ask("train", 120.0, None, count=100)["ended"]
+        assert "sites" in running.ask("describe", 120.0, None)

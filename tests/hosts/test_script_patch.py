@@ -200,3 +200,18 @@ def test_patched_script_ends_with_the_bits_of_the_tuned_run(tmp_path):
     subprocess.run(["patch", "-p1", "--fuzz=0"], input=patch.encode(), cwd=tmp_path, check=True, capture_output=True)
     assert "hasten" not in Path(ref.file).read_text()
     assert run(*command) == tuned != plain
+
+
+def test_recipe_that_no_patch_can_hold_is_refused_with_what_to_do(tmp_path, capsys, monkeypatch):
+    written(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.toml").write_text("[methods.cache_dataset]\n")
+    assert main(["eject", "--recipe", "recipe.toml", "--", sys.executable, "train.py"]) == 2
+    assert "cannot be written as a patch: cache_dataset: keep decoded samples" in capsys.readouterr().err
+
+
+def test_what_is_to_be_done_beside_an_edit_is_not_called_left_out(tmp_path):
+    patch = patch_script(
+        written(tmp_path), Recipe.parse("loader_workers:num_workers=2"), str(tmp_path / "r.toml"), None
+    )
+    assert patch.startswith("# Beside this patch:\n#   loader_workers: ") and "Not in this patch" not in patch

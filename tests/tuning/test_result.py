@@ -5,7 +5,7 @@ import pytest
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
 from hasten.tuning.finding import PROVEN, Finding
-from hasten.tuning.result import SearchState, _training_seconds
+from hasten.tuning.result import SearchState, _training_seconds, _why_nothing_is_faster
 from hasten.tuning.training import Baseline
 
 
@@ -23,3 +23,26 @@ def test_training_seconds_are_those_of_whole_runs_where_there_are_any(measured, 
     seconds = _training_seconds(state_of(120.0, *measured), found, horizon)
     assert seconds == {"baseline": expected, "tuned": expected / 4, "low": expected / 8, "high": expected / 2}
     assert _training_seconds(state_of(None), found, 1.0) is None
+
+
+LEFT_OUT = {"what": "methods that change", "verdict": "not tried", "why": "--budget 4m lets it run", "ratio": None}
+
+
+@pytest.mark.parametrize(
+    ("trials", "why"),
+    [
+        ([], "no recipe could be compared; see the trials"),
+        (
+            [LEFT_OUT],
+            "no recipe could be compared; see the trials; methods that change: not tried, --budget 4m lets it",
+        ),
+        (
+            [{"verdict": "slower", "ratio": {"median": 0.9}}],
+            "no method that was tried is surely faster; see the trials",
+        ),
+        ([{"verdict": "stopped"}], "nothing was surely faster by then; give it a larger --budget"),
+        ([{"verdict": "stopped"}, LEFT_OUT], "by then; methods that change: not tried, --budget 4m lets it run"),
+    ],
+)
+def test_reason_of_no_improvement_names_what_the_budget_has_left_out(trials, why):
+    assert why in _why_nothing_is_faster(trials)

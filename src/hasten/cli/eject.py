@@ -59,7 +59,10 @@ def _run_script(options: Namespace) -> CommandResult:
     if not recipe:
         raise ConfigurationError(f"there is no {found}; tune the command first, or add --recipe FILE or --with METHOD")
     patch = patch_script(options.task, recipe, options.recipe, options.device)
-    if left := _not_in_patch(patch):  # its reader may apply it unread
+    left = _not_in_patch(patch)
+    if "\n+++ " not in patch:  # nothing that patch -p1 could apply
+        raise ConfigurationError(f"the recipe cannot be written as a patch: {_in_one_line(patch)}")
+    if left:  # its reader may apply it unread
         warnings.warn(f"not in the patch, which says at its top what to do by hand: {left}", HastenWarning, 2)
     if not options.out:
         return CommandResult({"patch": patch}, lambda result: result["patch"].rstrip("\n"))
@@ -73,8 +76,13 @@ def _not_in_patch(patch: str) -> str:
 
     if not patch.startswith(NOT_IN_PATCH):
         return ""
-    heading = itertools.takewhile(lambda line: line.startswith("#"), patch.splitlines()[1:])
+    heading = itertools.takewhile(lambda line: line.startswith("#  "), patch.splitlines()[1:])
     return "; ".join(line.removeprefix("#   ") for line in heading if not line.startswith("#    "))
+
+
+def _in_one_line(heading: str) -> str:
+    """What the heading of a patch without edits says."""
+    return "; ".join(line.removeprefix("#").strip() for line in heading.splitlines()[1:])
 
 
 def _write(path: Path, source: str) -> None:

@@ -214,7 +214,9 @@ def _call(function: Callable[[], Any], name: str) -> Task:
         raise kind(f"{name} raised {format_error(error)}{line}") from None
     if not isinstance(task, Task):
         kind = "nothing" if task is None else type(task).__name__
-        raise ConfigurationError(f"{name} must return a hasten.Task; it returned {kind}")
+        raise ConfigurationError(
+            f"{name} must return a hasten.Task; it returned {kind}; for a function that trains, see hasten.script"
+        )
     return task
 
 

@@ -27,6 +27,7 @@ from hasten.engine.registry import make_methods, options_of
 CALLEES = {"loader": ("DataLoader",), "dataset": ("DataLoader",), "optimizer": (), "model": ()}
 # beside the class that the site map names
 NOT_IN_PATCH = "# Not in this patch:"
+BESIDE_PATCH = "# Beside this patch:"
 LINE_LENGTH = 100  # a call on one line stays on one line up to this length
 ATTACH = {"hasten.attach", "attach"}  # functions whose first argument is the model
 # A function that calls one of these trains; it must not run without gradients.
@@ -121,7 +122,7 @@ def _filled(text: str, options: dict[str, Any], changed: set[str]) -> str:
 def patch_of(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: Path, script: str | None) -> str:
     """As ``write_patch``, for edits. See there."""
     files: dict[str, _File | str] = {}
-    by_hand: list[str] = []
+    by_hand: dict[str, list[str]] = {NOT_IN_PATCH: [], BESIDE_PATCH: []}
     for edit in edits:
         failures: list[str] = []
         for kind, text in edit.at.items():
@@ -138,13 +139,16 @@ def patch_of(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: Path
             if not _places(kind, sites, script):
                 failures.append(f"the script has no known {kind} for the edit: {text}")
         if failures or not edit.at or edit.by_hand:
-            by_hand += [f"{edit.method}: {edit.summary}", *(f"  {failure}" for failure in failures)]
-            by_hand += [f"  by hand: {edit.by_hand}"] * bool(edit.by_hand)
-            by_hand += ["  there is no edit for it"] * (not edit.at and not edit.by_hand)
+            lines = by_hand[NOT_IN_PATCH if failures or not edit.at else BESIDE_PATCH]
+            lines += [f"{edit.method}: {edit.summary}", *(f"  {failure}" for failure in failures)]
+            lines += [f"  by hand: {edit.by_hand}"] * bool(edit.by_hand)
+            lines += ["  there is no edit for it"] * (not edit.at and not edit.by_hand)
     diffs = [source.diff() for _, source in sorted(files.items()) if not isinstance(source, str)]
-    lines = "\n".join(by_hand).split("\n")  # a text may have several
-    heading = [NOT_IN_PATCH, *(f"#   {line}" for line in lines), ""] if by_hand else []
-    return "\n".join(heading) + "".join(diffs)
+    heading: list[str] = []
+    for title, texts in by_hand.items():
+        lines = "\n".join(texts).split("\n")  # a text may have several
+        heading += [title, *(f"#   {line}" for line in lines)] if texts else []
+    return "".join(f"{line}\n" for line in heading) + "".join(diffs)
 
 
 def _places(kind: str, sites: Sequence[Site], script: str | None) -> list[tuple[str, int, str]]:

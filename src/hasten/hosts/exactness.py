@@ -37,7 +37,7 @@ from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
 from hasten.engine.effects import NO_EFFECT
-from hasten.hosts.process import ScriptProcess
+from hasten.hosts.process import OUTPUT_BYTES, ScriptProcess
 from hasten.hosts.site_map import changed_numbers, device_of, known_sites
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class _Runs:
                 process.ask("train", *limits, count=steps - answer["steps"])
             found = process.ask("hash", *limits)
             process.ask("save", *limits, path=f"{directory}/weights")
-            alerts = list(dict.fromkeys(ALERT.findall(process.whole_output())))
+            alerts = list(dict.fromkeys(ALERT.findall(process.output(OUTPUT_BYTES))))
             weights, gradients = (torch.load(directory / name, weights_only=True) for name in ("weights", "gradients"))
         if not weights:
             raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 INJECTED = str(Path(__file__).with_name("inject"))
 END_S = 10.0  # for a process to end after its connection broke
 CHUNK_S = 0.5  # of training between two looks at the clock
-OUTPUT_BYTES = 1 << 16  # of the end of the output, in which errors are looked for
+ERROR_BYTES = 1 << 16  # of the end of the output, in which errors are looked for
+OUTPUT_BYTES = 1 << 24  # of the end of the output, in which metrics are looked for
 NOT_LOADED = (
     "runs no Python that loads hasten: it ignores PYTHONPATH (python -I, -E or -S), or runs on another machine; "
     "leave such a flag out"
@@ -204,18 +205,19 @@ class ScriptProcess:
         """The number of processes of the script that train, too."""
         return len(list(self.directory.glob(f"{RIVAL}-*")))
 
-    def whole_output(self) -> str:
-        """All that the script has printed, on both streams."""
-        return (self.directory / "output").read_text(encoding="utf-8", errors="replace")
+    def output(self, limit: int = ERROR_BYTES) -> str:
+        """The end of what the script has printed, on both streams: at most ``limit`` bytes."""
+        return self.printed(limit)[1].decode(errors="replace")
 
-    def output(self) -> str:
-        """The end of what the script has printed, on both streams."""
+    def printed(self, limit: int = OUTPUT_BYTES) -> tuple[int, bytes]:
+        """The number of bytes before the last ``limit`` that the script has printed, on both streams, and those."""
         try:
             with open(self.directory / "output", "rb") as file:
-                file.seek(max(0, os.path.getsize(file.name) - OUTPUT_BYTES))
-                return file.read().decode(errors="replace")
+                before = max(0, os.path.getsize(file.name) - limit)
+                file.seek(before)
+                return before, file.read(limit)
         except OSError:
-            return ""
+            return 0, b""
 
     def _explain_end(self) -> NoReturn:
         """Raises the error that says how the script ended."""

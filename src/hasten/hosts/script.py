@@ -16,6 +16,8 @@ from hasten.hosts import call_function
 from hasten.hosts.inside_files import SESSION
 from hasten.hosts.script_ref import ScriptRef
 
+A_TRAINING = "a training is a command or a function that makes and trains everything"
+
 
 def script(
     training: str | Sequence[str] | Callable[[], Any], *, metric: str | None = None, vary: Sequence[str] = ()
@@ -37,6 +39,8 @@ def script(
         ConfigurationError: There is no such command, or the function cannot be imported.
     """
     if not callable(training):
+        if not isinstance(training, (str, list, tuple)):
+            raise ConfigurationError(f"{A_TRAINING}, not {type(training).__name__}")
         argv = shlex.split(training) if isinstance(training, str) else [str(word) for word in training]
         return ScriptRef.of_command(argv, metric, vary=vary)
     if SESSION in os.environ:
@@ -51,8 +55,7 @@ def script(
 def _place(function: Callable[..., Any]) -> tuple[str, Path, Path]:
     """The name of a function's module, the directory from which it is imported, and its file."""
     if not inspect.isfunction(function):
-        kind = type(function).__name__
-        raise ConfigurationError(f"a training is a command or a function that makes and trains everything, not {kind}")
+        raise ConfigurationError(f"{A_TRAINING}, not {type(function).__name__}")
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if file is None or function.__qualname__ != function.__name__ or not function.__name__.isidentifier():

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MOST_STEPS = 1 << 40  # of one request: to the end of the script
 ENOUGH_VALUES = 3  # of a metric, after which a name like its own that is asked for will not come either
 SPELLING = 0.8  # least likeness of two spellings of a name, as in difflib
+MAX_LINE = 4_000  # characters
 HELD_OUT = ("validation", "test", "evaluation")
 
 
@@ -71,7 +72,7 @@ def metric_so_far(script: ScriptRef, process: ScriptProcess, described: dict[str
 def _series(process: ScriptProcess, described: dict[str, Any]) -> tuple[list[Series], list[Series]]:
     """What a script has logged, and what it has printed, until now."""
     logged = series_of_logged([(t, name, value, evaluating) for t, name, value, evaluating in described["logged"]])
-    return logged, series_of(lines_of(process.whole_output(), described["marks"], described["seconds"]))
+    return logged, series_of(lines_of(*process.printed(), described["marks"], described["seconds"]))
 
 
 def seen_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> dict[str, Any]:
@@ -114,21 +115,23 @@ def has_named_metric(
         return False
 
 
-def lines_of(output: str, marks: list[list[Any]], seconds: float) -> list[Line]:
+def lines_of(before: int, output: bytes, marks: list[list[Any]], seconds: float) -> list[Line]:
     """Each line of a script's output, with the seconds until which it was printed, and whether in an evaluation.
 
+    Lines of more than MAX_LINE characters are left out: no metric is searched in data.
+
     Args:
-        output: What it printed.
+        before: Bytes that it printed before ``output``.
+        output: What it printed, or the end of it.
         marks: [seconds, step, bytes of the output until then, whether an evaluation begins] at each change.
         seconds: Of the whole run.
     """
     ends = [*marks, [seconds, 0, 1 << 62, not (marks and marks[-1][3])]]
     starts = [0, *(mark[2] for mark in ends)]
     lines: list[Line] = []
-    data = output.encode(errors="replace")
     for (begin, end), (at, _, _, begins) in zip(pairwise(starts), ends, strict=True):
-        part = data[begin:end].decode(errors="replace")
-        lines += [(at, line, not begins) for line in part.splitlines() if line.strip()]
+        part = output[max(0, begin - before) : max(0, end - before)].decode(errors="replace")
+        lines += [(at, line, not begins) for line in part.splitlines() if line.strip() and len(line) <= MAX_LINE]
     return lines
 
 

@@ -1,6 +1,7 @@
 """The result of a search, which ``tune`` returns and writes to result.json: verdict, evidence, cost."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -241,12 +242,20 @@ def _why(study: Study, state: SearchState) -> str:
         return confirmation.why
     if state.too_small:
         return state.too_small
-    if any(trial["verdict"] == "stopped" for trial in study.trials):
-        return (
-            "what was left of the budget was too little for the next trial, and nothing was surely faster by then; "
-            "give it a larger --budget"
-        )
-    return "no method that was tried is surely faster; see the trials"
+    return _why_nothing_is_faster(study.trials)
+
+
+def _why_nothing_is_faster(trials: Sequence[Mapping[str, Any]]) -> str:
+    """The reason in words, with what the budget has left out."""
+    if any(trial["verdict"] == "stopped" for trial in trials):
+        why = "what was left of the budget was too little for the next trial, and nothing was surely faster by then"
+    elif any(trial.get("ratio") for trial in trials):
+        why = "no method that was tried is surely faster; see the trials"
+    else:
+        why = "no recipe could be compared; see the trials"
+    left_out = [trial for trial in trials if trial["verdict"] == "not tried" and "--budget" in trial["why"]]
+    what = "; ".join(f"{trial['what']}: not tried, {trial['why']}" for trial in left_out)
+    return f"{why}; {what or 'give it a larger --budget'}" if what or "budget" in why else why
 
 
 def _runs(baseline: Baseline | None, confirmation: Confirmation | None) -> Any:

@@ -170,7 +170,7 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
         if study.budget.left() < needed:
             total = study.budget.spent + GUESSES * needed
             why = f"a comparison takes about {format_duration(needed)}; give about --budget {duration_option(total)}"
-            if not any(trial["stage"] == "confirmation" for trial in study.trials):
+            if not any(trial["stage"] == "confirmation" and trial.get("ratio") for trial in study.trials):
                 state.too_small = f"the budget allows no comparison: {why}"
             return study.note(str(recipe), "systems", "not tried", why)
         found = confirm_speed(study, [recipe], samples, state.comparison_seconds)

@@ -199,6 +199,7 @@ class Session:
         try:
             os.close(os.open(self.directory / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             self.connection = Client(str(self.directory / SOCKET), family="AF_UNIX")
+            self._finish_before_exit()
         except OSError:
             (self.directory / f"{RIVAL}-{os.getpid()}").touch()
             self.steps.active = False
@@ -244,6 +245,18 @@ class Session:
         self.models.end_evaluation()
         self._answer(self._result() | {"ended": True})
         self._serve()
+
+    def _finish_before_exit(self) -> None:
+        """Lets a script that ends by ``os._exit``, as a forked process does, answer as any other at its end."""
+        own, owner = os._exit, os.getpid()
+
+        def exit_after_finish(status: int) -> NoReturn:
+            os._exit = own
+            if status == 0 and os.getpid() == owner:
+                self._finish()
+            own(status)
+
+        os._exit = exit_after_finish
 
     # ── requests of the parent ───────────────────────────────────────────────────────────────────
 
