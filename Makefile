@@ -33,8 +33,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Each step is a command of its own and takes at most 10 minutes; docs/gpu.md says what they show.
 GPU_STEPS := environment self_comparison planted suspended memory largest_batch hand_over launch_bound gpt copies short_batch checkpoint tune_digits tune_text
-HAS_GPU   := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
-  { echo "there is no NVIDIA GPU here that this PyTorch can use: nothing was run"; exit 0; }
+HAS_GPU   := nvidia-smi >/dev/null 2>&1 || { echo "there is no NVIDIA GPU here: nothing was run"; exit 0; }; \
+  $(MAKE) .venv/ready-dev && $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+  { echo "the PyTorch in .venv cannot use the NVIDIA GPU of this machine"; exit 1; }
 
 .PHONY: demo test test-all test-slow test-timing test-gpu test-matrix slowest chaos soak lint types docs bench bench-gpu wheel clean
 
@@ -59,11 +60,11 @@ test-timing: .venv/ready-dev
 	$(BIN)/python -m pytest -m "timing and slow and not soak" --durations=10 \
 	  || $(BIN)/python -m pytest -m "timing and slow and not soak" $(AGAIN)
 
-test-gpu: .venv/ready-dev
+test-gpu:
 	@$(HAS_GPU); for part in "gpu and not slow" "gpu and slow"; do \
 	    HASTEN_GPU_TESTS=1 timeout 600 $(BIN)/python -m pytest -m "$$part" --durations=10 || exit 1; done
 
-bench-gpu: .venv/ready-dev
+bench-gpu:
 	@$(HAS_GPU); for step in $(GPU_STEPS); do echo "== $$step"; \
 	    timeout 600 $(BIN)/python benchmarks/gpu_steps.py $$step --json records || missed="$$missed $$step"; done; \
 	  [ -z "$$missed" ] || { echo "figures not reached:$$missed"; exit 1; }

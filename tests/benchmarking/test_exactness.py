@@ -425,18 +425,18 @@ def task():
 
 @pytest.fixture(scope="module", name="check_noisy")
 def check_noisy_fixture(tmp_path_factory):
-    """``(method) -> ExactnessCheck`` of a BIT_EXACT method on a model with an operation that does not repeat itself."""
+    """``(method) -> ExactnessCheck`` of a method that claims BIT_EXACT, or the given class, on a model with an
+    operation that does not repeat itself.
+    """
     directory = tmp_path_factory.mktemp("noisy")
     (directory / "methods.py").write_text(METHODS)
     (directory / "noisy_task.py").write_text(NOISY_TASK)
     task = import_file(directory / "noisy_task.py").task
 
-    def check(name: str, base: str = ""):
+    def check(name: str, base: str = "", exactness: Exactness = Exactness.BIT_EXACT):
         recipes = [one and (one if one.islower() else f"{directory}/methods.py:{one}") for one in (base, name)]
         candidate = " + ".join(filter(None, recipes))
-        return check_exactness(
-            task(), Recipe.coerce(recipes[0]), Recipe.coerce(candidate), Exactness.BIT_EXACT, device="cpu"
-        )
+        return check_exactness(task(), Recipe.coerce(recipes[0]), Recipe.coerce(candidate), exactness, device="cpu")
 
     return check
 
@@ -448,6 +448,15 @@ def test_bit_exact_method_on_a_model_that_does_not_repeat_itself_passes_and_the_
     assert "does not repeat itself" in result.why and "planted.add_noise" in result.why
     assert "batches are identical to the bit" in result.why
     assert result.statistics is (name == "DoesNothing"), "a method that handles data only is proven by the batches"
+
+
+@pytest.mark.parametrize(("name", "passes"), [("fused_optimizer", True), ("DividesTheRate", False)])
+def test_method_of_the_same_formula_on_a_model_that_does_not_repeat_itself_is_judged_by_its_noise(
+    name, passes, check_noisy
+):
+    result = check_noisy(name, exactness=Exactness.EQUIVALENT_MATH)
+    assert result.passed is passes and not result.reproducible and result.statistics, result.why
+    assert "this model does not repeat itself: in float64" in result.why
 
 
 def test_operation_is_named_also_where_the_base_replays_a_recorded_step(check_noisy):

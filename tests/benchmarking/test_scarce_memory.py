@@ -110,7 +110,10 @@ def test_compare_of_groups_that_do_not_fit_together_runs_them_in_turns():
     assert not result["interleaved"]
 
 
-@pytest.mark.parametrize(("a", "b", "failed"), [("baseline", "Hungry", 1), ("Hungry", "baseline", 0)])
+CASES = [("baseline", "Hungry", 1), ("Hungry", "baseline", 0), ("Hungry", "Hungry", 0)]
+
+
+@pytest.mark.parametrize(("a", "b", "failed"), CASES)
 def test_arm_that_does_not_fit_alone_is_named(a, b, failed, methods):
     a, b = (each if each == "baseline" else methods(each) for each in (a, b))
     with pytest.raises(MemoryExhaustedError) as raised:

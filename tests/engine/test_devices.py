@@ -3,7 +3,7 @@
 import pytest
 
 from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError
-from hasten.engine.devices import assign_gpus, why_unusable
+from hasten.engine.devices import assign_gpus, pick_device, why_unusable
 from hasten.engine.error_messages import explain_error
 
 
@@ -65,3 +65,9 @@ def test_errors_of_a_gpu_are_explained(text, kind, words):
     """The first two are reasons for two arms to take turns as whole processes."""
     error = explain_error(RuntimeError(text), "step 1", 32)
     assert type(error) is kind and words in str(error)
+
+
+@pytest.mark.parametrize("name", ["cpu:3", "mps", "gpu", ""])
+def test_device_that_is_not_there_is_refused(name):
+    with pytest.raises(ConfigurationError, match="use cpu"):
+        pick_device(name)

@@ -77,7 +77,11 @@ def build_pair(builder: ArmBuilder, order: tuple[int, int], timeout: float) -> "
         ArmsDoNotFitError: memory does not suffice for both arms, or became scarce; for one it may.
     """
     with ExitStack() as stack:
-        built: dict[int, Any] = {order[0]: stack.enter_context(builder.built(order[0]))}
+        try:
+            built: dict[int, Any] = {order[0]: stack.enter_context(builder.built(order[0]))}
+        except MemoryExhaustedError:
+            with builder.built(0):  # b is not blamed where a, which it is compared with, does not fit either
+                raise
         try:
             built[order[1]] = stack.enter_context(builder.built(order[1]))
             arms, plans = zip(built[0], built[1], strict=True)
@@ -198,8 +202,12 @@ class SequentialPair(Pair):
         self.peaks: list[list[MemoryPeak]] = [[], []]
         super().__init__([], list(plans) or [{"samples": 0}, {"samples": 0}], timeout)
         if not plans:
-            for index in reversed(order):
-                self._build(index)
+            try:
+                for index in reversed(order):
+                    self._build(index)
+            except MemoryExhaustedError:
+                self._build(0)  # as in build_pair
+                raise
             self.build_seconds = builder.seconds
 
     def run_to(self, position: float) -> None:

@@ -42,6 +42,8 @@ def pick_device(name: str | None = None) -> str:
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         why = _why_unusable() or f"{torch.cuda.device_count()} CUDA devices"
         raise ConfigurationError(f"there is no device {name!r} on this machine ({why}); use --device cpu")
+    if device.type == "cpu" and device.index:
+        raise ConfigurationError(f"there is no device {name!r} on this machine, only one CPU of all cores; use cpu")
     if device.type not in ("cpu", "cuda"):
         raise ConfigurationError(f"the device {name!r} is not supported; use cpu or cuda")
     return name

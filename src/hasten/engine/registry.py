@@ -77,9 +77,15 @@ def default_methods(fact: str) -> list[str]:
 
 
 def remedies(problem: str) -> str:
-    """The methods that may help against a problem (key of REMEDIES), as the command line takes them: "a, b or c"."""
-    cards = cards_that_state("remedy_for").items()
-    recipes = [str(Recipe({name: card.remedy_for[problem]})) for name, card in cards if problem in card.remedy_for]
+    """The methods that may help against a problem (key of REMEDIES), as the command line takes them: "a, b or c".
+
+    Without an NVIDIA GPU those for GPUs are left out.
+    """
+    import torch  # the command line reads names of methods without it
+
+    cards = {name: card for name, card in cards_that_state("remedy_for").items() if problem in card.remedy_for}
+    possible = [name for name, card in cards.items() if torch.cuda.is_available() or "cuda" not in card.applies_to]
+    recipes = [str(Recipe({name: cards[name].remedy_for[problem]})) for name in possible]
     return " or ".join([", ".join(recipes[:-1]), recipes[-1]] if recipes[1:] else recipes)
 
 
