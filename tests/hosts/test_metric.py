@@ -478,3 +478,10 @@ def test_logged_numbers_are_chosen_like_printed_ones():
     found = choose_metric(series_of_logged(records))
     assert isinstance(found, Found)
     assert (found.name, found.direction, found.resolution, found.values) == ("val/loss", "min", 0.0, tuple(HELD_OUT))
+
+
+def test_values_of_held_out_data_that_came_once_are_proposed_before_those_of_training():
+    lines = ["Epoch: 0 recon loss: 355.4 kld loss: 11.1", "Test recon loss: 296.1 test kld loss: 12.1"]
+    found = find_metric([(float(at), line, False) for at, line in enumerate(lines)])
+    assert isinstance(found, Ambiguous)
+    assert [one.name for one in found.candidates][:2] == ["Test recon loss", "test kld loss"]

@@ -126,7 +126,8 @@ def check_exactness(
             return _check(case)
     except Exception as error:
         known = isinstance(error, (RunError, ConfigurationError))
-        why = str(error) if known else f"the check could not be run: {format_error(error)}"
+        failed = "does not fit into memory" if is_out_of_memory(error) else "could not be run"
+        why = str(error) if known else f"the check {failed}: {format_error(error)}"
         if not ranks.is_single_process:
             raise RunError(why) from error
         return _not_passed(why)

@@ -97,7 +97,7 @@ def choose_metric(series: Sequence[Series]) -> Found | Ambiguous | None:
         return Ambiguous("it is not known whether higher or lower is better", _distinct(held_out))
     named = [one for one in series if meaning_of(one.name).direction and _is_plausible(one)]
     if named:
-        named.sort(key=lambda one: (meaning_of(one.name).kind, len(one.values)), reverse=True)
+        named.sort(key=lambda one: (_is_held_out(one), meaning_of(one.name).kind, len(one.values)), reverse=True)
         return Ambiguous("no value is known to be measured on held-out data", _distinct(named))
     return None
 
