@@ -43,14 +43,15 @@ demo: .venv/ready
 	$(BIN)/hasten tune digits --out runs/demo || [ $$? -eq 1 ]  # 1: an honest "no improvement"; there is a report about that too
 	@page=$$($(BIN)/hasten report runs/demo) && echo "report: $$page"
 
-test: .venv/ready-dev lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations=10
-
-# Slow tests that fail run once more with nothing beside them: what fails then has failed. Slow tests that measure time
-# run alone from the start: what they measure would be the other tests' load.
-test-all: test test-slow test-timing
-
+# Tests that fail run once more with nothing beside them: what fails then has failed.
 AGAIN := --last-failed --last-failed-no-failures=none
+
+test: .venv/ready-dev lint
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations=10 \
+	  || $(BIN)/python -m pytest -m "not slow" $(AGAIN)
+
+# Slow tests that measure time run alone from the start: what they measure would be the other tests' load.
+test-all: test test-slow test-timing
 
 test-slow: .venv/ready-dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not soak and not timing" --durations=10 \
