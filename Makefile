@@ -53,9 +53,12 @@ test: .venv/ready-dev lint
 # Slow tests that measure time run alone from the start: what they measure would be the other tests' load.
 test-all: test test-slow test-timing
 
+# PART=1/3 runs a third of them; 1/3, 2/3 and 3/3 together are all.
+PART ?= 1/1
+
 test-slow: .venv/ready-dev
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not soak and not timing" --durations=10 \
-	  || $(BIN)/python -m pytest -m "slow and not soak and not timing" $(AGAIN)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not soak and not timing" --part $(PART) --durations=10 \
+	  || $(BIN)/python -m pytest -m "slow and not soak and not timing" --part $(PART) $(AGAIN)
 
 test-timing: .venv/ready-dev
 	$(BIN)/python -m pytest -m "timing and slow and not soak" --durations=10 \

@@ -6,6 +6,7 @@ marker ``gpu`` are the exception: ``make test-gpu`` sets HASTEN_GPU_TESTS=1, and
 
 import gc
 import os
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by processes that tests start; set before torch reads it
@@ -38,17 +39,30 @@ torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--part K/N`` runs the tests of one of N parts, about equally many each: all parts are the whole suite."""
+    parser.addoption("--part", default="1/1", metavar="K/N", help="run one of N parts of the tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Ignores hasten's own warnings: they are output for users, not faults of a test."""
     config.addinivalue_line("filterwarnings", f"default::{HastenWarning.__module__}.{HastenWarning.__qualname__}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives each test one of the markers unit, multiprocess and launcher, unless it has one. Selects GPU tests."""
+    """Gives each test one of the markers unit, multiprocess and launcher, unless it has one. Selects GPU tests.
+
+    Selects those of ``--part``, too.
+    """
     if GPU_TESTS:
         others = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item.get_closest_marker("gpu")]
+    part, parts = map(int, config.getoption("--part").split("/"))
+    if parts > 1:
+        others = {item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part % parts}
+        config.hook.pytest_deselected(items=[*others])
+        items[:] = [item for item in items if item not in others]
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("unit", "multiprocess", "launcher")):
             item.add_marker(_kind(item))
