@@ -130,8 +130,8 @@ def test_shorter_training_with_a_higher_rate_is_found_trained_with_and_shown(tmp
     by_hand = subprocess.run(tuned, capture_output=True, text=True, check=True)
     assert trained.returncode == 0 and trained.stdout == by_hand.stdout != ""
     capfd.readouterr()
-    assert main(["eject", "--", *command]) == 0
-    assert f"start the script as: {shlex.join(tuned)}" in capfd.readouterr().out
+    assert main(["eject", "--", *command]) == 2, "there is nothing to edit"
+    assert f"start the script as: {shlex.join(tuned)}" in capfd.readouterr().err
 
 
 @pytest.mark.slow
