@@ -186,8 +186,8 @@ def main() -> int:
         for arm in OTHERS
     }
     reached = None if smallest["dgl"] is None else min(filter(None, smallest.values())) >= WANTED
-    told = ", ".join(f"{arm} {'unknown' if ratio is None else f'{ratio:.2f}'}" for arm, ratio in smallest.items())
-    return finish(options, f"at least {WANTED:g}x as fast as either; the smallest ratios: {told}", reached, numbers)
+    ratios = ", ".join(f"{arm} {'unknown' if ratio is None else f'{ratio:.2f}'}" for arm, ratio in smallest.items())
+    return finish(options, f"at least {WANTED:g}x as fast as either; the smallest ratios: {ratios}", reached, numbers)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.graph.features import InMemoryFeatures
@@ -12,6 +13,11 @@ from hasten.graph.partitions.remote_features import RemoteFeatures
 from hasten.graph.partitions.sampler import HybridSampler, VanillaSampler
 
 NODES, WIDTH, CLASSES = 240, 5, 3
+
+
+def start() -> None:
+    """Begins the work of a rank."""
+    dist.init_process_group("gloo")
 
 
 def random_graph(nodes: int = NODES, mean_degree: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:

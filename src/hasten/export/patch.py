@@ -6,13 +6,7 @@ user's formatting stays. What cannot be written as an edit is listed in a commen
 hand: nothing is left out silently.
 """
 
-import ast
-import copy
-import difflib
-import io
-import itertools
 import re
-import tokenize
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,25 +16,12 @@ from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import sort_methods
 from hasten.engine.registry import make_methods, options_of
+from hasten.export.source_file import CannotEditError, SourceFile
 
-# Beside the class that the site map names.
-CALLEES = {"loader": ("DataLoader",), "dataset": ("DataLoader",), "optimizer": (), "model": ()}
-# beside the class that the site map names
 NOT_IN_PATCH = "# Not in this patch:"
 BESIDE_PATCH = "# Beside this patch:"
-LINE_LENGTH = 100  # a call on one line stays on one line up to this length
-ATTACH = {"hasten.attach", "attach"}  # functions whose first argument is the model
-# A function that calls one of these trains; it must not run without gradients.
-GRADIENTS = {"backward", "grad", "step", "zero_grad", "manual_backward", "scaler", "loss_scaler", "grad_scaler"}
-
-IMPORT = (ast.Import, ast.ImportFrom)
-FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 Site = dict[str, Any]
-
-
-class _CannotEditError(Exception):
-    """Why an edit cannot be made at a site."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +63,7 @@ def write_patch(
 
 def line_of_model(directory: str | Path, file: str, line: int) -> int:
     """The line of a file that makes the model which another line calls; 0 if that is not clear."""
-    source = _File.read(Path(directory), file)
+    source = SourceFile.read(Path(directory), file)
     return 0 if isinstance(source, str) else source.line_of_assignment(line)
 
 
@@ -90,7 +71,7 @@ def name_of_model(directory: str | Path, file: str, line: int, step: int) -> str
     """The name by which a line of a file calls the model that another line of the same function updates; "" if that is
     not clear.
     """
-    source = _File.read(Path(directory), file)
+    source = SourceFile.read(Path(directory), file)
     return "" if isinstance(source, str) else source.name_of_model(line, step)
 
 
@@ -121,19 +102,19 @@ def _filled(text: str, options: dict[str, Any], changed: set[str]) -> str:
 
 def patch_of(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: Path, script: str | None) -> str:
     """As ``write_patch``, for edits. See there."""
-    files: dict[str, _File | str] = {}
+    files: dict[str, SourceFile | str] = {}
     by_hand: dict[str, list[str]] = {NOT_IN_PATCH: [], BESIDE_PATCH: []}
     for edit in edits:
         failures: list[str] = []
         for kind, text in edit.at.items():
             for file, line, name in _places(kind, sites, script):
-                source = files[file] if file in files else _File.read(directory, file)
+                source = files[file] if file in files else SourceFile.read(directory, file)
                 files[file] = source
                 try:
                     if isinstance(source, str):
-                        raise _CannotEditError(source)
+                        raise CannotEditError(source)
                     source.edit(kind, line, name, text)
-                except _CannotEditError as error:
+                except CannotEditError as error:
                     place = f"{file}:{line}" if line else file
                     failures.append(f"{place}: {error}; the edit is: {text}")
             if not _places(kind, sites, script):
@@ -157,369 +138,3 @@ def _places(kind: str, sites: Sequence[Site], script: str | None) -> list[tuple[
         return [(script, 0, "")] if script else []
     found = [site for site in sites if site["kind"] == kind]
     return [*dict.fromkeys((site["file"], site["line"], site.get("type", "")) for site in found)]
-
-
-class _File:
-    """A source file and the edits to its text. Positions are offsets into its UTF-8 bytes, as those of ``ast``."""
-
-    def __init__(self, name: str, content: bytes, tree: ast.Module) -> None:
-        self.name, self.content, self.tree = name, content, tree
-        self.insertions: dict[int, list[str]] = {}  # offset -> texts, in the order of the methods
-        self.replacements: dict[tuple[int, int], str] = {}
-        self.defined: set[str] = set()  # classes that were inserted
-        self.lines = [0]  # offset of each line
-        for line in content.splitlines(keepends=True):
-            self.lines.append(self.lines[-1] + len(line))
-        self.newline = "\r\n" if b"\r\n" in content else "\n"
-
-    @staticmethod
-    def read(directory: Path, name: str) -> "_File | str":
-        """The file, or why it cannot be edited."""
-        path = (directory / name).resolve()
-        if not path.is_relative_to(directory.resolve()):
-            return f"lies outside of {directory}"
-        try:
-            content = path.read_bytes()
-            return _File(path.relative_to(directory.resolve()).as_posix(), content, ast.parse(content.decode("utf-8")))
-        except UnicodeDecodeError:
-            return "is not UTF-8 text"
-        except (OSError, SyntaxError, ValueError) as error:
-            return f"cannot be read as Python ({type(error).__name__})"
-
-    def edit(self, kind: str, line: int, name: str, text: str) -> None:
-        """Makes one edit; raises _CannotEditError, then nothing is changed."""
-        before = copy.deepcopy((self.insertions, self.replacements))
-        try:
-            if kind == "process":
-                self._insert_for_process(text)
-            elif kind == "evaluation":
-                self._wrap_evaluation(line, text)
-            elif kind == "model":
-                self._insert_after_assignment(line, text)
-            elif kind == "step":
-                self._insert_before_step(line, name, text)
-            elif kind == "dataset":
-                self._wrap_dataset(self._calls(line, (name, *CALLEES[kind])), text)
-            elif kind.startswith("argument "):
-                self._replace_keyword(self._calls(line, (name,)), text)
-            else:
-                for call in self._calls(line, (name, *CALLEES.get(kind, ()))):
-                    self._add_keywords(call, text)
-            ast.parse(self.edited())
-        except (_CannotEditError, SyntaxError) as error:
-            self.insertions, self.replacements = before
-            raise _CannotEditError(str(error)) from None
-
-    def edited(self) -> bytes:
-        """The content after all edits."""
-        changes = [(start, start, "".join(texts)) for start, texts in self.insertions.items()]
-        changes += [(start, end, text) for (start, end), text in self.replacements.items()]
-        content = self.content
-        for start, end, text in sorted(changes, reverse=True):
-            content = content[:start] + text.replace("\n", self.newline).encode() + content[end:]
-        return content
-
-    def diff(self) -> str:
-        """The unified diff; empty without edits."""
-        old, new = (text.decode("utf-8").split("\n") for text in (self.content, self.edited()))
-        lines = [*difflib.unified_diff(_ended(old), _ended(new), f"a/{self.name}", f"b/{self.name}")]
-        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-
-    def _offset(self, line: int, column: int) -> int:
-        return self.lines[line - 1] + column
-
-    def _text(self, node: Any) -> str:
-        start, end = self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
-        return self.content[start:end].decode("utf-8")
-
-    def _calls(self, line: int, names: tuple[str, ...]) -> list[ast.Call]:
-        """The calls that a line makes: those of the named classes, else the only one that begins there."""
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        around = [call for call in calls if call.lineno <= line <= (call.end_lineno or call.lineno)]
-        named = [call for call in around if _callee(call) and _callee(call) in names]
-        starting = [call for call in around if call.lineno == line]
-        if chosen := [call for call in named if call.lineno == line] or named:
-            return chosen
-        if len(starting) == 1:
-            return starting
-        raise _CannotEditError("the call is not the only one on the line" if around else "there is no call")
-
-    def _add_keywords(self, call: ast.Call, text: str) -> None:
-        """Sets the keyword arguments in ``text``: replaces the value of one that the call has, adds the others."""
-        wanted = ast.parse(f"f({text})", mode="eval").body
-        assert isinstance(wanted, ast.Call), "the edit of a call is a list of keyword arguments"
-        present = {keyword.arg: keyword for keyword in call.keywords}
-        if None in present:
-            raise _CannotEditError("the call has ** arguments, which may hold the same keyword")
-        added: list[str] = []
-        for keyword in wanted.keywords:
-            value = ast.unparse(keyword.value)
-            if old := present.get(keyword.arg):
-                start = self._offset(old.value.lineno, old.value.col_offset)
-                self.replacements[start, start + len(self._text(old.value).encode())] = value
-            else:
-                added.append(f"{keyword.arg}={value}")
-        if {"fused", "foreach"} <= {keyword.arg for keyword in wanted.keywords} | present.keys():
-            raise _CannotEditError("the call passes foreach=, which excludes fused=")
-        if added:
-            self._append_arguments(call, ", ".join(added))
-
-    def _wrap_dataset(self, calls: list[ast.Call], text: str) -> None:
-        """Passes the dataset of each loader through the class that ``text`` defines, with its ``collate``."""
-        wrapper = text.partition("class ")[2].partition("(")[0]
-        for call in calls:
-            keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-            dataset = call.args[0] if call.args else keywords.get("dataset")
-            if dataset is None or isinstance(dataset, ast.Starred):
-                raise _CannotEditError("the call does not show the dataset")
-            if "collate_fn" in keywords:
-                raise _CannotEditError("the call passes a collate_fn")
-            start = self._offset(dataset.lineno, dataset.col_offset)
-            old = self._text(dataset)
-            self.replacements[start, start + len(old.encode())] = f"{wrapper}({old})"
-            self._add_keywords(call, f"collate_fn={wrapper}.collate")
-        if text not in self.defined:
-            self._ensure_torch()
-            self._insert_after(self._torch_import(), f"\n\n{text}")
-            self.defined.add(text)
-
-    def _replace_keyword(self, calls: list[ast.Call], text: str) -> None:
-        """Sets an argument of the one call that passes it by its name."""
-        name = text.partition("=")[0]
-        passing = [call for call in calls if any(keyword.arg == name for keyword in call.keywords)]
-        if len(passing) != 1:
-            raise _CannotEditError(f"no call passes {name} by its name")
-        self._add_keywords(passing[0], text)
-
-    def _append_arguments(self, call: ast.Call, text: str) -> None:
-        """Adds arguments after the last one of a call: on its line, or on a line of their own if it has one."""
-        last, closing = self._end_of_arguments(call)
-        end = self._offset(*last.end)
-        if last.string == "(":
-            return self._insert(end, text)
-        comma = last.string == ","
-        line = self._line(last.end[0])
-        fits = len(line.rstrip()) + len(text) + 2 <= LINE_LENGTH
-        if closing.start[0] == last.end[0] and (call.lineno == last.end[0] or fits):
-            return self._insert(end, f" {text}" if comma else f", {text}")
-        if closing.start[0] == last.end[0]:
-            return self._insert(end, ("" if comma else ",") + "\n" + _indent(line) + text)
-        after_comment = self.lines[last.end[0]]  # the last argument has its line, maybe with a comment
-        if not comma:
-            self._insert(end, ",")
-        return self._insert(after_comment, f"{_indent(line)}{text}{',' * comma}\n")
-
-    def _end_of_arguments(self, call: ast.Call) -> tuple[tokenize.TokenInfo, tokenize.TokenInfo]:
-        """The last token before the closing parenthesis of a call, and that parenthesis; columns are in bytes."""
-        end = (call.end_lineno or 0, call.end_col_offset or 0)
-        before: list[tokenize.TokenInfo] = []
-        for token in tokenize.tokenize(io.BytesIO(self.content).readline):
-            (row, column), (end_row, end_column) = token.start, token.end
-            if token.type in (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.ENCODING):
-                continue
-            start_bytes = (row, len(token.line[:column].encode())) if row == end_row else (row, column)
-            end_bytes = (end_row, len(token.line[:end_column].encode())) if row == end_row else (end_row, end_column)
-            token = token._replace(start=start_bytes, end=end_bytes)
-            if end_bytes == end:
-                return before[-1], token
-            before.append(token)
-        raise _CannotEditError("the end of the call was not found")
-
-    def line_of_assignment(self, line: int) -> int:
-        """The line that last assigns the name which is called at a line, such as ``model``, or is attached there; 0 if
-        that is not clear.
-        """
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        here = [call for call in calls if call.lineno <= line <= _end(call)]
-        called = {self._text(call.func) for call in here}
-        called |= {self._text(call.args[0]) for call in here if called & ATTACH and call.args}
-        made = [node for node in self._assigned_calls() if any(self._text(one) in called for one in node.targets)]
-        names = {self._text(target) for node in made for target in node.targets}
-        functions = {id(self._function_of(node)) for node in made}
-        return max((node.lineno for node in made), default=0) if len(names) == len(functions) == 1 else 0
-
-    def _assigned_calls(self) -> list[ast.Assign]:
-        """The statements that assign the result of a call, such as a new model."""
-        assigned = (node for node in ast.walk(self.tree) if isinstance(node, ast.Assign))
-        return [node for node in assigned if isinstance(node.value, ast.Call)]
-
-    def name_of_model(self, line: int, step: int) -> str:
-        """See the function of this name."""
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        here = [call for call in calls if call.lineno <= line <= _end(call)]
-        updates = [call for call in calls if call.lineno <= step <= _end(call)]
-        functions = {id(self._function_of(call)) for call in (*here, *updates)}
-        assigned = {self._text(target) for node in self._assigned_calls() for target in node.targets}
-        names = {self._text(call.func) for call in here} & assigned
-        return names.pop() if updates and len(names) == len(functions) == 1 else ""
-
-    def _insert_before_step(self, line: int, model: str, text: str) -> None:
-        """Inserts a statement about the gradients of the model before the update at a line."""
-        statements = [node for node in ast.walk(self.tree) if isinstance(node, ast.Expr) and node.lineno == line]
-        calls = [node.value for node in statements if isinstance(node.value, ast.Call)]
-        if len(calls) != 1 or _callee(calls[0]) != "step" or calls[0].args or calls[0].keywords:
-            raise _CannotEditError("the optimizer is not updated by a call of its step() without arguments")
-        if not model:
-            raise _CannotEditError("it is not clear what the model is called there")
-        before = self._line(line)
-        if before[: statements[0].col_offset].strip():
-            raise _CannotEditError("another statement is on the same line")
-        self._ensure_torch()
-        self._insert(self.lines[line - 1], f"{_indent(before)}{text.replace('{model}', model)}\n")
-
-    def _function_of(self, node: ast.AST) -> ast.AST:
-        """The innermost function that contains a node, or the module."""
-        around = [one for one in ast.walk(self.tree) if isinstance(one, FUNCTION) and node in ast.walk(one)]
-        return around[-1] if around else self.tree
-
-    def _insert_after_assignment(self, line: int, text: str) -> None:
-        """Inserts a statement about the model after the statement that assigns it."""
-        if not line:
-            raise _CannotEditError("it is not clear where the model is made")
-        assignments = [node for node in ast.walk(self.tree) if isinstance(node, (ast.Assign, ast.AnnAssign))]
-        around = [
-            node for node in assignments if node.lineno <= line <= _end(node) and isinstance(node.value, ast.Call)
-        ]
-        targets = [target for node in around for target in getattr(node, "targets", [getattr(node, "target", None)])]
-        if len(targets) != 1 or not isinstance(targets[0], (ast.Name, ast.Attribute)):
-            raise _CannotEditError("the model is not assigned to one name where it is made")
-        statement = around[0]
-        text = text.replace("{model}", self._text(targets[0]))
-        if "torch." in text:
-            self._ensure_torch()
-        self._insert_after(statement, text)
-
-    def _insert_after(self, statement: ast.stmt, text: str) -> None:
-        """Inserts lines with the indentation of the statement after it, which must be alone on its lines."""
-        first, last = self._line(statement.lineno), self._line(statement.end_lineno or statement.lineno)
-        rest = last.encode()[statement.end_col_offset or 0 :].decode().strip()
-        if first[: statement.col_offset].strip() or (rest and not rest.startswith("#")):
-            raise _CannotEditError("another statement is on the same line")
-        indent = _indent(first)
-        end = self.lines[statement.end_lineno or statement.lineno]
-        missing = "" if last.endswith("\n") else "\n"
-        self._insert(end, missing + "".join(f"{indent}{line}\n" for line in text.split("\n")))
-
-    def _insert_for_process(self, text: str) -> None:
-        """Inserts lines after the imports at the top that begin with torch's; without these, before everything: the
-        module may start the training by an import.
-        """
-        try:
-            self._ensure_torch()
-            return self._insert_after(self._torch_import(), text)
-        except _CannotEditError:
-            if not self.tree.body or self._has_torch():
-                raise
-        first = next((one for one in self.tree.body if not _comes_first(one)), None)
-        if first is None:
-            raise _CannotEditError("the file holds no statement")
-        offset = self.lines[min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]) - 1]
-        if "torch." in text:
-            self._insert(offset, "import torch\n")
-        return self._insert(offset, f"{text}\n")
-
-    def _has_torch(self) -> bool:
-        """Whether the file imports torch at its top."""
-        try:
-            return bool(self._torch_import())
-        except _CannotEditError:
-            return False
-
-    def _torch_import(self) -> ast.stmt:
-        """The last of the import statements that follow the one of torch at the top of the file."""
-        for number, statement in enumerate(self.tree.body):
-            names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
-            names += [statement.module or ""] if isinstance(statement, ast.ImportFrom) and not statement.level else []
-            if any(name.partition(".")[0] == "torch" for name in names):
-                imports = itertools.takewhile(lambda one: isinstance(one, IMPORT), self.tree.body[number:])
-                return [*imports][-1]
-        raise _CannotEditError("the file does not import torch at its top")
-
-    def _ensure_torch(self) -> None:
-        """Inserts ``import torch`` unless the file binds that name at its top."""
-        imports = [alias for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names]
-        if not any(alias.name.partition(".")[0] == "torch" and alias.asname is None for alias in imports):
-            self._insert_after(self._torch_import(), "import torch")
-
-    def _wrap_evaluation(self, line: int, text: str) -> None:
-        """Decorates the function of the evaluation at a line, or puts its loop under ``with text:``."""
-        self._ensure_torch()
-        around = [node for node in ast.walk(self.tree) if getattr(node, "lineno", line + 1) <= line <= _end(node)]
-        functions = [node for node in around if isinstance(node, ast.FunctionDef)]
-        taking_gradients = _functions_with_gradients(self.tree)
-        if functions and not _takes_gradients(functions[-1], taking_gradients) and not _yields(functions[-1]):
-            first = min([functions[-1].lineno, *(decorator.lineno for decorator in functions[-1].decorator_list)])
-            indent = _indent(self._line(first))
-            return self._insert(self.lines[first - 1], f"{indent}@{text}\n")
-        loops = [node for node in around if isinstance(node, (ast.For, ast.While))]
-        if not loops or _takes_gradients(loops[-1], taking_gradients):
-            raise _CannotEditError("the evaluation is no function and no loop of its own")
-        return self._indent_block(loops[-1], text)
-
-    def _indent_block(self, block: ast.stmt, text: str) -> None:
-        """Moves a block under ``with text:``."""
-        last = block.end_lineno or block.lineno
-        strings = [node for node in ast.walk(block) if isinstance(node, (ast.Constant, ast.JoinedStr))]
-        if any(node.lineno != _end(node) for node in strings):
-            raise _CannotEditError("the loop holds a string of several lines, which must not be indented")
-        indent = _indent(self._line(block.lineno))
-        if any(text in inserted for inserted in self.insertions.get(self.lines[block.lineno - 1], [])):
-            return  # two evaluations in one loop
-        self._insert(self.lines[block.lineno - 1], f"{indent}with {text}:\n")
-        for number in range(block.lineno, last + 1):
-            if self._line(number).strip():
-                self._insert(self.lines[number - 1], "    ")
-
-    def _line(self, number: int) -> str:
-        return self.content[self.lines[number - 1] : self.lines[number]].decode("utf-8")
-
-    def _insert(self, offset: int, text: str) -> None:
-        if text not in self.insertions.setdefault(offset, []) or not text.strip():
-            self.insertions[offset].append(text)
-
-
-def _ended(lines: list[str]) -> list[str]:
-    """Lines with their newlines; the last has one only if an empty text follows it."""
-    return [f"{line}\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
-
-
-def _indent(line: str) -> str:
-    return line[: len(line) - len(line.lstrip())]
-
-
-def _end(node: ast.AST) -> int:
-    return getattr(node, "end_lineno", None) or 0
-
-
-def _callee(call: ast.Call) -> str:
-    """The last part of the name that is called: DataLoader of ``torch.utils.data.DataLoader(...)``."""
-    return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
-
-
-def _functions_with_gradients(tree: ast.Module) -> set[str]:
-    """Names of the functions of a file that compute gradients, or call one that does."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    found: set[str] = set()
-    while more := {function.name for function in functions if _takes_gradients(function, found)} - found:
-        found |= more
-    return found
-
-
-def _takes_gradients(node: ast.AST, functions: set[str]) -> bool:
-    """Whether code calls one of GRADIENTS, or one of these functions of its file; not ``model.train()``."""
-    for call in (one for one in ast.walk(node) if isinstance(one, ast.Call)):
-        owner = getattr(call.func, "value", None)
-        is_own = owner is None or getattr(owner, "id", "") == "self"
-        if _callee(call) in GRADIENTS or (is_own and _callee(call) in functions):
-            return True
-    return False
-
-
-def _comes_first(statement: ast.stmt) -> bool:
-    """Whether a statement has to stay at the top of its file: a docstring, or an import from __future__."""
-    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    return is_text or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__")
-
-
-def _yields(function: ast.AST) -> bool:
-    return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))

@@ -90,7 +90,7 @@ class CodeObserver:
     def _timed(self, original: Callable[..., Any], call: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def read(*args: Any, **kwargs: Any) -> Any:
-            if self.is_reading or threading.get_ident() != self.thread or self.is_evaluating() or _waits_not(args):
+            if self.is_reading or threading.get_ident() != self.thread or self.is_evaluating() or _is_on_cpu(args):
                 return original(*args, **kwargs)
             self.is_reading, began = True, time.perf_counter()
             try:
@@ -134,8 +134,8 @@ class CodeObserver:
             self.lines["input" if LOADERS in names else "logging", user.f_code.co_qualname, site] += 1
 
 
-def _waits_not(args: tuple[Any, ...]) -> bool:
-    """Whether a read is of a tensor on the CPU, in a script that uses a GPU: what was computed there is not read."""
+def _is_on_cpu(args: tuple[Any, ...]) -> bool:
+    """Whether the tensor that is read lies on the CPU of a script that uses a GPU: such a read does not wait."""
     tensor = args[0] if args else None
     return isinstance(tensor, torch.Tensor) and not tensor.is_cuda and torch.cuda.is_initialized()
 
