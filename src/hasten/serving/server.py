@@ -1,5 +1,6 @@
 """``hasten serve``: checks the request, loads the model and runs the server until a signal ends it."""
 
+import gc
 import importlib
 import ipaddress
 import os
@@ -99,8 +100,11 @@ def serve(
     server = uvicorn.Server(config)
     server.capture_signals = lambda: _stop_on_signals(server)  # uvicorn's own raises the signal again at the end
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()  # what was imported is not searched for garbage again: that stops all requests for tens of milliseconds
     report(f"serving {first.signature.task} at {address}; Ctrl-C stops it")
     server.run(sockets)
+    gc.unfreeze()
     service = app.app.state.service
     answers = {sample.labels["code"]: int(sample.value) for sample in _samples(service.answers)}
     return {"address": address, "answers": answers, "reloads": holder.reloads, "settings": vars(settings)}
