@@ -7,7 +7,6 @@ import asyncio
 import hmac
 import logging
 import math
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,21 +21,20 @@ from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.routing import request_response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hasten.core.errors import RunError
 from hasten.deploy.signature import Signature
 from hasten.serving.batcher import Batcher, BatcherSettings, DeadlineExceededError, QueueFullError
-from hasten.serving.inputs import IMAGE_TYPES, RequestError, parse_image, parse_json
+from hasten.serving.inputs import IMAGE_TYPES, RequestError
 from hasten.serving.models import ModelHolder, ServedModel
+from hasten.serving.predict import IMAGES_AT_ONCE, Predict
 from hasten.serving.shadow import Shadow
 
 LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MAX_BODY_BYTES = 4_000_000
-IMAGES_AT_ONCE = 2  # that are decoded
-BODY_TIMEOUT_S = 10.0
 # the files of Swagger UI come from a package, so that the page works without the internet
 SWAGGER_PAGE = """<!doctype html><title>REST interface</title><link rel="stylesheet" href="/swagger/swagger-ui.css">
 <div id="swagger-ui"></div><script src="/swagger/swagger-ui-bundle.js"></script>
@@ -130,7 +128,7 @@ CLIENT_IS_GONE = 499  # as nginx counts it
 class Guard:
     """The outermost ASGI application: checks the token, counts answers, and turns an unexpected error into one line.
 
-    Predictions go to their function at once: the middleware and routes of FastAPI take as long as all the rest.
+    Predictions go to their application at once, past the middleware and routes of FastAPI.
     """
 
     def __init__(self, app: FastAPI, predict: ASGIApp, token: str | None):
@@ -176,7 +174,7 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = Service(holder, options, shadow)
+        service = app.state.service = predict.service = Service(holder, options, shadow)
         holder.start()
         service.is_ready = True
         yield
@@ -194,22 +192,8 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
     async def refuse(request: Request, error: HTTPException) -> Response:
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
-    async def predict(request: Request) -> Response:
-        service: Service = app.state.service
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await _read(request, options.max_body)
-            began = time.perf_counter()
-            inputs = await _parse(request, body, holder.signature, service.images)
-            answer = _answer(*await service.predict(inputs))
-        except TimeoutError:
-            return JSONResponse({"error": "the body did not arrive in time"}, 408)
-        except RequestError as error:
-            return JSONResponse({"error": error.reason}, error.status, error.headers)
-        service.latency.observe(time.perf_counter() - began)
-        return answer
-
-    app.post("/predict", openapi_extra=_predict_description(holder.signature), summary="Scores of the inputs")(predict)
+    predict = Predict()
+    app.router.routes.append(Route("/predict", predict, methods=["POST"]))
 
     @app.get("/health", summary="Whether the process answers")
     async def health() -> dict[str, str]:
@@ -238,47 +222,8 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
     async def index() -> str:
         return page
 
-    return Guard(app, request_response(predict), options.token)
-
-
-async def _read(request: Request, limit: int) -> bytes:
-    """The body; RequestError 413 as soon as it is too long."""
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
-        raise RequestError(413, f"the body has {length} bytes; at most {limit} are read")
-    parts, size = list[bytes](), 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise RequestError(413, f"the body has more than {limit} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _parse(
-    request: Request, body: bytes, signature: Signature, images: asyncio.Semaphore
-) -> tuple[numpy.ndarray, ...]:
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind in IMAGE_TYPES:
-        async with images:
-            return await asyncio.to_thread(parse_image, body, kind, signature)
-    if kind != "application/json":
-        known = ", ".join(["application/json", *(IMAGE_TYPES if signature.image else ())])
-        raise RequestError(415, f"the content type is {known}, not {kind[:60]}")
-    return parse_json(body, signature)
-
-
-def _answer(scores: numpy.ndarray, model: ServedModel) -> Response:
-    """The answer: scores and, for one score a class, the index and name of the largest."""
-    content: dict[str, Any] = {"scores": scores.tolist(), "model": model.loaded}
-    if scores.ndim == 2 and scores.shape[1] > 1:
-        indices = scores.argmax(axis=1).tolist()
-        content["indices"] = indices
-        if model.signature.classes is not None:
-            content["classes"] = [model.signature.classes[index] for index in indices]
-    if not numpy.isfinite(scores).all():
-        return JSONResponse({"error": "the scores of the model are not finite for this input"}, 500)
-    return JSONResponse(content)
+    app.openapi = partial(_describe, app, holder.signature)
+    return Guard(app, predict, options.token)
 
 
 def _is_open(path: str) -> bool:
@@ -300,10 +245,18 @@ def example_inputs(signature: Signature) -> Any:
     return values if len(values) > 1 else next(iter(values.values()))
 
 
-def _predict_description(signature: Signature) -> dict[str, Any]:
-    """The part of the OpenAPI description that the signature determines, with an example that works."""
-    json_body = {"schema": {"type": "object", "required": ["inputs"]}, "example": {"inputs": example_inputs(signature)}}
-    content: dict[str, Any] = {"application/json": json_body}
-    if signature.image is not None:
-        content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES}
-    return {"requestBody": {"required": True, "content": content}}
+def _describe(app: FastAPI, signature: Signature) -> dict[str, Any]:
+    """The OpenAPI description; that of /predict follows from the signature, with an example that works."""
+    if app.openapi_schema is None:
+        json_body = {"schema": {"type": "object", "required": ["inputs"]}}
+        content: dict[str, Any] = {"application/json": json_body | {"example": {"inputs": example_inputs(signature)}}}
+        if signature.image is not None:
+            content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES}
+        operation = {
+            "summary": "Scores of the inputs",
+            "requestBody": {"required": True, "content": content},
+            "responses": {"200": {"description": "Successful Response", "content": {"application/json": {}}}},
+        }
+        schema = FastAPI.openapi(app)
+        schema["paths"] = {"/predict": {"post": operation}, **schema["paths"]}
+    return FastAPI.openapi(app)
