@@ -33,7 +33,8 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Serve until a signal, or write the files for a container."""
     from hasten.deploy.onnx_model import require
 
-    for package in ("onnxruntime", "pydantic", "fastapi", "uvicorn", "orjson", "prometheus_client", "swagger_ui_bundle"):
+    packages = ("onnxruntime", "pydantic", "fastapi", "uvicorn", "orjson", "prometheus_client", "swagger_ui_bundle")
+    for package in packages:
         require(package, "serve")
     if options.write:
         from hasten.serving.container import write_container
