@@ -24,7 +24,7 @@ BIN    := .venv/bin
 # The default package index offers PyTorch with CUDA, several GB of it. A machine without an NVIDIA driver gets the small CPU build.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-# Left out, to be run by themselves: budget_kept (90 minutes), long_trainings (20 minutes a workload), planted_harms (hours with --real).
+# Left out, to be run by themselves: budget_kept (90 minutes), long_trainings (20 minutes a workload), tuned_scripts (50 minutes), planted_harms (hours with --real).
 BENCHMARKS := import_time engine_overhead recording_overhead denormals effect_check a_against_a planted harmful_methods kill_and_resume watching time_to_target against_loadtune int8 serving graph_sampling graph_epoch maxk maxk_accuracy graph_partition ddp_scaling zero_memory checkpoint_stall slow_network parameter_server \
   data_images_in_memory data_tables data_jpeg data_tfrecord data_tokens data_resume data_place data_wait data_soak
 

@@ -51,10 +51,10 @@ SCRIPTS = {
     "Keras dense": Script([f"{TESTED}/keras_dense.py", "60"], 2.0, "keras"),
     "Keras LSTM": Script([f"{TESTED}/keras_lstm.py", "8"], 3.0, "keras"),
     "Transformers BERT": Script(
-        [f"{HERE}/scripts/bert_sst2.py", f"{DATA}/sst2", "2"],
+        [f"{HERE}/scripts/bert_sst2.py", f"{DATA}/sst2", "1"],
         1.3,
         "transformers",
-        ("--budget", "15m", "--evidence", "proven"),
+        ("--budget", "10m", "--evidence", "proven"),
         same_output=False,
     ),
 }
@@ -147,7 +147,7 @@ def cells(name: str, script: Script, row: dict) -> tuple:
     steps, seconds = found["speedup"], row["seconds"]
     return (
         name,
-        " + ".join(found["recipe"]) if isinstance(found["recipe"], list) else found["recipe"],
+        " + ".join(found["recipe"]),
         found["evidence"],
         f"{steps['median']:.2f} ({steps['low']:.2f} to {steps['high']:.2f})",
         searched,
