@@ -159,7 +159,7 @@ def test_tune_invalid_request_is_refused(task, tmp_path, arguments, message):
 
 def test_tune_for_a_proof_without_validation_data_is_refused(tmp_path):
     (tmp_path / "points.py").write_text(TASK.replace("validation_data=Points(1000, 1), ", ""))
-    with pytest.raises(ConfigurationError, match="evidence=proven needs a task with validation_data"):
+    with pytest.raises(ConfigurationError, match="evidence=proven needs a metric on held-out data"):
         hasten.tune(f"{tmp_path / 'points.py'}:points", out=tmp_path / "out", evidence="proven")
 
 

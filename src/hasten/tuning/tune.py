@@ -126,7 +126,8 @@ def tune(
         facts = _describe(task, processes, clock)
         used: str = task.device(asked)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
-            raise ConfigurationError(f"evidence={evidence} needs a task with validation_data and a metric; it has none")
+            why = facts.get("no_whole_run") or "it has none"
+            raise ConfigurationError(f"evidence={evidence} needs a metric on held-out data (validation_data); {why}")
         settings = store.settings = _settings(facts, used, seed, processes)
         earlier = _earlier_result(directory, settings) if continues else {}
     except BaseException:
