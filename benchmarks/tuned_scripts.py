@@ -64,9 +64,9 @@ PLANTED = {
     fault: Script([f"{HERE}/scripts/slow.py", fault, epochs], methods=methods, line=line, same_output=False)
     for fault, epochs, methods, line in (
         ("samples", "60", READERS, ""),
-        ("evaluation", "12", ("eval_no_grad",), ""),
+        ("evaluation", "8", ("eval_no_grad",), ""),
         ("optimizer", "25", ("fused_optimizer",), ""),
-        ("convolutions", "8", ("channels_last",), ""),
+        ("convolutions", "20", ("channels_last",), ""),
         ("reading", "30", (), "max(float(p.grad"),
         ("threads", "8", ("num_threads",), ""),
     )
