@@ -99,7 +99,7 @@ def judge(name: str, script: Script, rounds: int) -> dict:
         row = {"script": name, "found": found, "search_seconds": spent}
         if script.line:
             print_progress(f"{name}: diagnose")
-            row["named"] = named_lines(run(hasten("diagnose", "--json", script=command), directory)[1], script)
+            row["named"] = names_line(run(hasten("diagnose", "--json", script=command), directory)[1], script)
         if found["verdict"] != "faster":
             return row
         arms = {
@@ -113,12 +113,12 @@ def judge(name: str, script: Script, rounds: int) -> dict:
     return row | {"seconds": seconds, "same output": outputs[0] == outputs[1]}
 
 
-def named_lines(text: str, script: Script) -> bool:
-    """Whether the diagnosis advises about the line of the script that holds the planted text."""
+def names_line(text: str, script: Script) -> bool:
+    """Whether the diagnosis names the line of the script that holds the planted text as one that reads values."""
     path = Path(script.command[0])
     number = next(i for i, line in enumerate(path.read_text().splitlines(), 1) if script.line in line)
-    advice = json.dumps(json.loads(text)["advice"])
-    return f"{path.name}:{number}" in advice
+    found = [one["site"] for one in json.loads(text)["synchronizations"]]
+    return any(site.endswith(f"{path.name}:{number}") for site in found)
 
 
 def ratio_of(row: dict):

@@ -123,6 +123,13 @@ def test_module_that_runs_is_edited_where_the_command_names_no_file(tmp_path):
     assert "+torch.set_num_threads(2)" in patch and "mallopt" in patch
 
 
+def test_call_that_the_script_makes_itself_is_replaced(tmp_path):
+    ref = written(tmp_path)
+    (tmp_path / "train.py").write_text((tmp_path / "train.py").read_text() + "torch.set_num_threads(1)\n")
+    patch = patch_script(ref, Recipe.parse("num_threads:count=2"), str(tmp_path / "recipe.toml"), None)
+    assert "-torch.set_num_threads(1)\n+torch.set_num_threads(2)" in patch and patch.count("set_num_threads(2)") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_module_that_runs_is_found_by_watching(tmp_path):

@@ -15,6 +15,7 @@ from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess, _processes_with
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import watch_script
+from hasten.hosts.site_map import known_sites
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -67,6 +68,31 @@ def test_watching_changes_nothing(argv, steps, tmp_path):
         assert answer["ended"] and answer["steps"] == steps
         assert process.output() == alone.stdout and "\nTrue " in alone.stdout
     assert not (tmp_path / "w.pt").exists(), "a trial wrote into the user's directory"
+
+
+THREADS = """
+import torch
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2000):
+    loss = model(torch.ones(2, 4)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(torch.get_num_threads(), "threads")
+"""
+
+
+def test_number_of_threads_that_the_script_sets_is_that_of_the_recipe(tmp_path):
+    ref = written(tmp_path, THREADS)
+    assert [entry["count"] for entry in watch_script(ref)["threads"]] == [1]
+    for recipe, threads in (("num_threads:count=2", 2), ("malloc_tuning", 1)):
+        methods = Recipe.parse(recipe).methods
+        with ScriptProcess(ref, methods, seed=0, sites=known_sites(ref)) as process:
+            process.wait_until_trained(120.0, None)
+            assert process.ask("train", 120.0, None, count=10_000)["ended"]
+            assert process.output() == f"{threads} threads\n"
 
 
 def test_sites_of_a_script_are_found():

@@ -265,8 +265,13 @@ class SourceFile:
 
     def _insert_for_process(self, text: str) -> None:
         """Inserts lines after the imports at the top that begin with torch's; without these, before everything: the
-        module may start the training by an import.
+        module may start the training by an import. A call that the file makes itself is replaced.
         """
+        if same := self._same_calls(text):
+            for call in same:
+                start = self._offset(call.lineno, call.col_offset)
+                self.replacements[start, start + len(self._text(call).encode())] = text
+            return None
         try:
             self._ensure_torch()
             return self._insert_after(self._torch_import(), text)
@@ -280,6 +285,16 @@ class SourceFile:
         if "torch." in text:
             self._insert(offset, "import torch\n")
         return self._insert(offset, f"{text}\n")
+
+    def _same_calls(self, text: str) -> list[ast.Call]:
+        """The calls in the file of the one function that ``text`` calls; none if it is more than such a call."""
+        body = ast.parse(text).body
+        wanted = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
+        if not isinstance(wanted, ast.Call):
+            return []
+        name = ast.unparse(wanted.func)
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        return [call for call in calls if ast.unparse(call.func) == name]
 
     def _has_torch(self) -> bool:
         """Whether the file imports torch at its top."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
 FILE = "sites.json"  # beside the recipe that was found with it
-KINDS = ("loaders", "optimizers", "models", "evaluations", "seeds", "framework_arguments")
+KINDS = ("loaders", "optimizers", "models", "evaluations", "seeds", "framework_arguments", "threads")
 
 _known: dict[str, dict[str, Any]] = {}  # by fingerprint of the script
 _hidden: dict[str, list[str]] = {}  # the same: paths of checkpoints, without which its trials start
@@ -104,7 +104,11 @@ def read_beside(recipe: str | None) -> dict[str, Any] | None:
     if path is None or not path.is_file():
         return None
     try:
-        site_map = {"framework_arguments": [], **json.loads(path.read_text(encoding="utf-8"))}  # newer than some maps
+        site_map = {
+            "framework_arguments": [],
+            "threads": [],
+            **json.loads(path.read_text(encoding="utf-8")),
+        }  # newer than some maps
         own = {name: site_map.get(name) for name in ("fingerprint", "main", "device")}
         return {**own, **{kind: list(site_map[kind]) for kind in KINDS}}
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -61,6 +61,7 @@ class Composition:
         self.methods = applicable_methods(methods, self.run)
         self.hooks = {hook for method in self.methods for hook in hooks_of(method)}
         self.context = ExitStack()  # never closed: the process ends with the run
+        self.sets_threads = False  # to another number than the script
         self.updates: dict[int, Callable[[], Any]] = {}  # by optimizer: what its step calls
         self.update: Callable[[], Any] = _nothing  # the optimizer's own step that is called now
 
@@ -71,9 +72,17 @@ class Composition:
                 thing = getattr(method, hook)(thing, self.run)
         return thing
 
-    def enter_process(self) -> None:
-        """Sets what the methods set for the process: threads, allocator, precision."""
+    def enter_process(self, own_threads: int | None = None) -> None:
+        """Sets what the methods set for the process: threads, allocator, precision.
+
+        Args:
+            own_threads: Threads inside operations that the script itself will set, as far as an earlier run has seen:
+                a method must know what it changes.
+        """
+        if own_threads is not None:
+            torch.set_num_threads(own_threads)
         self.context.enter_context(self.fold("process_context", nullcontext)())
+        self.sets_threads = own_threads not in (None, torch.get_num_threads())
 
     def source_of(self, loader: Any, training: bool) -> BatchSource | None:
         """The batches of a DataLoader of the script under the methods; None if no method changes them."""

@@ -35,6 +35,7 @@ from hasten.hosts.inside.models import ModelSeam
 from hasten.hosts.inside.offline import WATCHED as OFFLINE
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
+from hasten.hosts.inside.threads import threads_of, watch_threads
 from hasten.hosts.inside_files import CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
 from hasten.hosts.metric_loggers import WATCHED as TRACKERS
 from hasten.utils.parsed_arguments import after_parsing
@@ -103,11 +104,12 @@ class Session:
         composition = Composition(
             make_methods(Recipe(spec["methods"])), spec["device"], spec["seed"] or 0, records_gradients, spec["name"]
         )
-        composition.enter_process()
+        composition.enter_process(threads_of(spec["sites"]))
         return composition
 
     def _install(self, known: dict[str, Any]) -> None:
         composition = self.composition
+        watch_threads(self.sites, bool(composition) and composition.sets_threads)
         acts_on = composition.hooks if composition else set()
         self.steps = StepSeam(self.sites, self.phases)
         self.models = ModelSeam(
