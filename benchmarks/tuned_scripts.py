@@ -48,9 +48,9 @@ class Script:
 
 SCRIPTS = {
     "TensorDataset": Script([f"{TESTED}/tensors.py", "400"], 1.5),
-    "Lightning CNN": Script([f"{TESTED}/lightning_cnn.py", "30"], 2.0, "lightning"),
-    "Keras dense": Script([f"{TESTED}/keras_dense.py", "60"], 2.0, "keras"),
-    "Keras LSTM": Script([f"{TESTED}/keras_lstm.py", "8"], 3.0, "keras"),
+    "Lightning CNN": Script([f"{TESTED}/lightning_cnn.py", "150"], 2.0, "lightning"),
+    "Keras dense": Script([f"{TESTED}/keras_dense.py", "100"], 2.0, "keras"),
+    "Keras LSTM": Script([f"{TESTED}/keras_lstm.py", "40"], 3.0, "keras"),
     "Transformers BERT": Script(
         [f"{HERE}/scripts/bert_sst2.py", f"{DATA}/sst2", "1"],
         1.3,

@@ -79,14 +79,24 @@ class Incumbents:
 def try_compositions(
     study: Study, incumbents: Incumbents, recipes: Iterable[Recipe], samples: float, seconds: float
 ) -> None:
-    """Tries whole recipes that won elsewhere, so that a search begins with a good one."""
+    """Tries whole recipes, such as those that won elsewhere, so that a search begins with a good one.
+
+    A recipe that fails since some of its methods have no effect here is tried again without them.
+    """
     for recipe in recipes:
-        merged = merge(incumbents.best, recipe)
-        if merged == incumbents.best or conflict_reason(merged):
-            continue
-        accepted = _try_recipe(study, incumbents.best, merged, str(recipe), samples, seconds)
-        if accepted:
-            incumbents.push(*accepted)
+        while (merged := merge(incumbents.best, recipe)) != incumbents.best and not conflict_reason(merged):
+            if accepted := _try_recipe(study, incumbents.best, merged, str(recipe), samples, seconds):
+                incumbents.push(*accepted)
+                break
+            if (able := recipe.drop(*without_effect(study, recipe))) == recipe:
+                break
+            recipe = able
+
+
+def without_effect(study: Study, recipe: Recipe) -> list[str]:
+    """The methods of a recipe for which its trial, the last one, has failed since they have no effect."""
+    why = study.trials[-1]["why"] if study.trials else ""
+    return [name for name in recipe.methods if f"{name} {NO_EFFECT}" in why]
 
 
 def search_systems(

@@ -1,5 +1,6 @@
 """The first stage of a search: exact methods, then methods of lower precision, judged by steps alone."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,11 +21,14 @@ from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
 from hasten.tuning.systems import (
     ROUNDS,
+    Candidate,
     confirm_speed,
+    conflict_reason,
     run_speedup,
     search_systems,
     try_compositions,
     whole_run_ratio,
+    without_effect,
 )
 from hasten.utils.durations import duration_option, format_duration
 
@@ -39,6 +43,7 @@ SHORT_RUNS = 14.0  # the length of a shorter training is the budget left, divide
 MIN_SHORT_RUN_S = 2.0  # a shorter training says nothing
 MAX_COMPOSITIONS = 2
 SEARCH_COMPARISONS = 5.0  # with fewer in the budget there is no search: the best guess is measured
+MANY_COMPARISONS = 15.0  # with fewer, methods that need no choice are tried together before each is tried alone
 GUESSES = 3
 PROCESS_START_S = 0.5
 
@@ -57,6 +62,8 @@ def find_systems(
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
     exact, lower = _by_exactness(state.candidates)
     experienced = _exact_compositions(study, state)
+    if budget.left() < MANY_COMPARISONS * comparison_seconds(plan) and not state.candidates.is_restricted:
+        experienced = [*_together(exact), *experienced]
     if study.processes > 1:
         with budget.part(ONE_PROCESS_SHARE):
             state.one_process = compare_with_one_process(study, state, Recipe(), samples)
@@ -134,6 +141,16 @@ def _exact_compositions(study: Study, state: SearchState) -> list[Recipe]:
     return parts[:MAX_COMPOSITIONS]
 
 
+def _together(exact: list[Candidate]) -> list[Recipe]:
+    """The exact methods that have no option to choose and start fast, those that exclude an earlier one left out."""
+    recipe = Recipe()
+    for item in exact:
+        if item.presets[:1] == ({},) and not item.card.high_setup_cost and not item.offered:
+            joined = recipe.with_method(item.name)
+            recipe = joined if conflict_reason(joined) is None else recipe
+    return [recipe] if len(recipe.methods) > 1 else []
+
+
 def whole_runs_seconds(state: SearchState, speedup: float) -> float:
     """Seconds that the training stage takes at least with whole runs, if exact methods make them ``speedup`` faster."""
     return (BASELINE_RUNS + TUNED_RUNS / speedup) * (state.run_seconds or float("inf"))
@@ -166,7 +183,9 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
     A recipe that no search has picked needs no second measurement: its comparison is the confirmation.
     """
     samples, needed = samples_of(plan), comparison_seconds(plan)
-    for recipe in _guesses(study, state):
+    guesses = deque(_guesses(study, state))
+    while guesses:
+        recipe = guesses.popleft()
         if study.budget.left() < needed:
             total = study.budget.spent + GUESSES * needed
             why = f"a comparison takes about {format_duration(needed)}; give about --budget {duration_option(total)}"
@@ -178,14 +197,17 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
         save()
         if found and found.is_surely_faster:
             return None
+        if (able := recipe.drop(*without_effect(study, recipe))) and able != recipe:
+            guesses.appendleft(able)
     return None
 
 
 def _guesses(study: Study, state: SearchState) -> list[Recipe]:
-    """Exact recipes worth a comparison, best first: what made similar tasks faster, then methods."""
+    """Exact recipes worth a comparison: the methods that need no choice, what made similar tasks faster, methods."""
     exact, _ = _by_exactness(state.candidates)
     singles = [Recipe({item.name: item.presets[0]}) for item in exact if item.presets]
-    return [*_exact_compositions(study, state), *singles][:GUESSES]
+    together = [] if state.candidates.is_restricted else _together(exact)
+    return [*together, *_exact_compositions(study, state), *singles][:GUESSES]
 
 
 def note_not_tried(study: Study, stage: str, items: list) -> None:
@@ -207,9 +229,9 @@ def find_strong_baseline(study: Study, state: SearchState, samples: float, secon
                 break  # the last: it lacks what was faster, such as workers
             outcome = study.compare_speed(best, recipe, seconds=seconds)
             failed = outcome.get("failed", "")
-            without_effect = {name for name in recipe.methods if f"{name} {NO_EFFECT}" in failed}
-            if without_effect:
-                no_effect |= without_effect
+            idle = {name for name in recipe.methods if f"{name} {NO_EFFECT}" in failed}
+            if idle:
+                no_effect |= idle
                 continue
             verdict, ratio = outcome.get("verdict", "failed"), outcome.get("ratio")
             why, spent = f"as the strong baseline, against {best}", outcome["trial_seconds"]
