@@ -42,7 +42,7 @@ class OnnxModel:
             raise ConfigurationError(f"there is no model {path}; make it with: hasten export RUN --onnx")
         options = runtime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 4  # fatal errors only; others are raised
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it takes cores from the event loop
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # a waiting thread needs no core
         try:
             self.session = runtime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the classes are of a private module

@@ -29,7 +29,7 @@ from hasten.deploy.signature import Signature
 from hasten.serving.batcher import Batcher, BatcherSettings, DeadlineExceededError, QueueFullError
 from hasten.serving.inputs import IMAGE_TYPES, RequestError
 from hasten.serving.models import ModelHolder, ServedModel
-from hasten.serving.predict import IMAGES_AT_ONCE, Predict
+from hasten.serving.predict import IMAGES_AT_ONCE, PredictEndpoint
 from hasten.serving.shadow import Shadow
 
 LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
@@ -192,8 +192,8 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
     async def refuse(request: Request, error: HTTPException) -> Response:
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
-    predict = Predict()
-    app.router.routes.append(Route("/predict", predict, methods=["POST"]))
+    predict = PredictEndpoint()
+    app.router.routes.append(Route("/predict", predict, methods=["POST"]))  # 405 for others
 
     @app.get("/health", summary="Whether the process answers")
     async def health() -> dict[str, str]:
@@ -254,8 +254,11 @@ def _describe(app: FastAPI, signature: Signature) -> dict[str, Any]:
             content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES}
         operation = {
             "summary": "Scores of the inputs",
+            "operationId": "predict_predict_post",
             "requestBody": {"required": True, "content": content},
-            "responses": {"200": {"description": "Successful Response", "content": {"application/json": {}}}},
+            "responses": {
+                "200": {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}
+            },
         }
         schema = FastAPI.openapi(app)
         schema["paths"] = {"/predict": {"post": operation}, **schema["paths"]}

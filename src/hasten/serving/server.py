@@ -103,8 +103,10 @@ def serve(
     gc.collect()
     gc.freeze()  # what was imported is not searched for garbage again: that stops all requests for tens of milliseconds
     report(f"serving {first.signature.task} at {address}; Ctrl-C stops it")
-    server.run(sockets)
-    gc.unfreeze()
+    try:
+        server.run(sockets)
+    finally:
+        gc.unfreeze()
     service = app.app.state.service
     answers = {sample.labels["code"]: int(sample.value) for sample in _samples(service.answers)}
     return {"address": address, "answers": answers, "reloads": holder.reloads, "settings": vars(settings)}
