@@ -82,6 +82,7 @@ ABUSE = {
     "too deep": (JSON, b"[" * 100_000, 400, "no JSON"),
     "a list": (JSON, b"[1]", 422, "inputs"),
     "no inputs": (JSON, b'{"x": 1}', 422, "inputs"),
+    "half a character": (JSON, b'{"inputs": {"\\ud800": 1}}', 422, "not \\ud800"),
     "a text": (JSON, b'{"inputs": "abc"}', 422, "must be numbers"),
     "null": (JSON, b'{"inputs": null}', 422, "must be [batch, 64]"),
     "texts": (JSON, json.dumps({"inputs": [["a"] * 64]}).encode(), 422, "must be numbers"),
