@@ -45,7 +45,7 @@ train, dev = read(place / "train.tsv")[:3200], read(place / "dev.tsv")
 common = Counter(word for text, _ in train for word in text).most_common(WORDS - 3)
 numbers = {word: number for number, (word, _) in enumerate(common, 3)}
 config = BertConfig(
-    vocab_size=WORDS, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, num_labels=2
+    vocab_size=WORDS, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024
 )
 with tempfile.TemporaryDirectory() as directory:
     arguments = TrainingArguments(
