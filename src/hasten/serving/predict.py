@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 IMAGES_AT_ONCE = 2  # that are decoded
 BODY_TIMEOUT_S = 10.0
-CLOSE = {"Connection": "close"}  # after an answer to a body that was not read to its end
+CLOSE = {"Connection": "close"}  # where the rest of the body may never come
 Headers = dict[bytes, bytes]  # names in lower case
 
 
@@ -65,7 +65,7 @@ async def _read(headers: Headers, receive: Receive, limit: int) -> bytearray:
     """The body; RequestError 413 as soon as it is too long."""
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > limit:
-        raise RequestError(413, f"the body has {int(length)} bytes; at most {limit} are read", CLOSE)
+        raise RequestError(413, f"the body has {int(length)} bytes; at most {limit} are read")
     body = bytearray()
     while True:
         message = await receive()
@@ -73,7 +73,7 @@ async def _read(headers: Headers, receive: Receive, limit: int) -> bytearray:
             raise ClientDisconnect
         body += message.get("body", b"")
         if len(body) > limit:
-            raise RequestError(413, f"the body has more than {limit} bytes", CLOSE)
+            raise RequestError(413, f"the body has more than {limit} bytes")
         if not message.get("more_body"):
             return body
 
