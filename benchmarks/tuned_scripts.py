@@ -1,4 +1,4 @@
-"""Training scripts that nobody changed, tuned by one command: how much faster the whole training is.
+"""Unchanged training scripts, tuned by one command: how much faster the whole training is.
 
 Each script is tuned once, then it runs unchanged and with the recipe, in turns, from its start to its end: the imports,
 the evaluation and what hasten itself costs are part of both times. ``--planted``: scripts with one planted fault
