@@ -75,6 +75,8 @@ import torch
 torch.set_num_threads(1)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+workers = torch.utils.data.DataLoader(range(2), num_workers=1, collate_fn=lambda _: torch.get_num_threads())
+assert list(workers) == [1, 1]  # torch sets the number in its workers, whatever the recipe says
 for step in range(2000):
     loss = model(torch.ones(2, 4)).sum()
     optimizer.zero_grad()

@@ -265,13 +265,11 @@ class SourceFile:
 
     def _insert_for_process(self, text: str) -> None:
         """Inserts lines after the imports at the top that begin with torch's; without these, before everything: the
-        module may start the training by an import. A call that the file makes itself is replaced.
+        module may start the training by an import. The same call that the file makes later is changed.
         """
-        if same := self._same_calls(text):
-            for call in same:
-                start = self._offset(call.lineno, call.col_offset)
-                self.replacements[start, start + len(self._text(call).encode())] = text
-            return None
+        for call in self._same_calls(text):
+            start = self._offset(call.lineno, call.col_offset)
+            self.replacements[start, start + len(self._text(call).encode())] = text
         try:
             self._ensure_torch()
             return self._insert_after(self._torch_import(), text)

@@ -1,5 +1,6 @@
 """The threads inside torch's operations, where the script sets their number itself: noted, and left to the recipe."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +22,16 @@ def watch_threads(sites: Sites, is_set_by_recipe: bool) -> None:
     original: Callable[[int], None] = torch.set_num_threads
 
     def set_num_threads(count: int, /) -> None:
-        line = sites.line()
-        if line is not None:  # hasten's own call otherwise
-            entry = {"site": f"{line}#1", "type": "torch.set_num_threads", "count": count}
-            entries = sites.records.setdefault(KIND, [])
-            if entry not in entries:
-                entries.append(entry)
-        if line is None or not is_set_by_recipe:
-            original(count)
+        caller = sys._getframe(1).f_globals.get("__name__") or ""
+        if caller.partition(".")[0] in (
+            "torch",
+            "hasten",
+        ):  # torch sets it for loader workers and for its pinning thread
+            return original(count)
+        entry = {"site": f"{sites.line()}#1", "type": "torch.set_num_threads", "count": count}
+        entries = sites.records.setdefault(KIND, [])
+        if entry not in entries:
+            entries.append(entry)
+        return None if is_set_by_recipe else original(count)
 
     torch.set_num_threads = set_num_threads
