@@ -1,6 +1,6 @@
 """The threads inside torch's operations, where the script sets their number itself: noted, and left to the recipe."""
 
-import sys
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +22,8 @@ def watch_threads(sites: Sites, is_set_by_recipe: bool) -> None:
     original: Callable[[int], None] = torch.set_num_threads
 
     def set_num_threads(count: int, /) -> None:
-        caller = sys._getframe(1).f_globals.get("__name__") or ""
+        frame = inspect.currentframe()
+        caller = (frame and frame.f_back and frame.f_back.f_globals.get("__name__")) or ""
         if caller.partition(".")[0] in (
             "torch",
             "hasten",
