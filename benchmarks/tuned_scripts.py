@@ -40,7 +40,7 @@ class Script:
     command: list[str]
     figure: float = 1.0
     module: str = "torch"
-    options: tuple[str, ...] = ("--budget", "2m", "--evidence", "exact")
+    options: tuple[str, ...] = ("--budget", "3m", "--evidence", "exact")
     methods: tuple[str, ...] = ()
     line: str = ""
     same_output: bool = True

@@ -46,6 +46,7 @@ from hasten.benchmarking.equivalence_runs import (
 )
 from hasten.benchmarking.process_state import restored
 from hasten.benchmarking.repeatability import WATCHED_STEPS, Control, run_control
+from hasten.benchmarking.weight_differences import decibels, flatten, relative_difference, worst_gradient
 from hasten.core.card import Exactness
 from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError, format_error
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
@@ -65,7 +66,6 @@ LEAST_MOVEMENT = 10.0  # times that, which the weights must move in float32 for 
 MIN_ROUNDED_MOVEMENT_DB = 10.0  # of the weights in float32, where the method rounds them
 MAX_BATCHES = 25  # a dynamic loss scale may need 16 overflows to settle
 NOISE_FACTOR = 10.0  # times the distance of two runs of a model that does not repeat itself
-NEGLIGIBLE = 1e-6  # of the mean: such a gradient is zero in exact arithmetic, e.g. that of a bias before batch norm
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,10 @@ def _float32_runs(case: EquivalenceCase) -> tuple[EquivalenceRun, EquivalenceRun
     """Both arms in float32, their relative difference, and the difference that rounding alone explains."""
     a, b = both_arms(case, RunConditions(double=False), steps=ROUNDING_STEPS)
     reordered = run_arm(case, case.base, (RunConditions(double=False, reverse=True),), a.steps)
-    rounding = _relative_difference(a.weights, reordered.weights)
+    rounding = relative_difference(a.weights, reordered.weights)
     if not rounding <= MAX_ROUNDING:
         raise RunError(f"in float32 the order of the rows of a batch changes the weights by {rounding:.1e}")
-    number = _relative_difference(a.weights, b.weights) if a.weights.keys() == b.weights.keys() else math.inf
+    number = relative_difference(a.weights, b.weights) if a.weights.keys() == b.weights.keys() else math.inf
     return a, b, number, max(LEAST_ROUNDING, TIMES_ROUNDING * rounding)
 
 
@@ -198,7 +198,7 @@ def _equivalent_math_in_float32(case: EquivalenceCase) -> ExactnessCheck:
     a, b, number, limit = _float32_runs(case)
     if why := plan_mismatch(a, b):
         return _not_passed(why)
-    moved = _movement(a).norm().item() / (_flatten(a.weights).norm().item() or 1.0)
+    moved = _movement(a).norm().item() / (flatten(a.weights).norm().item() or 1.0)
     if not moved >= LEAST_MOVEMENT * limit:
         return _not_passed(f"the weights move by {moved:.1e} only, of which rounding explains {limit:.1e}")
     relation = "within" if number <= limit else "beyond"
@@ -209,14 +209,14 @@ def _equivalent_math_in_float32(case: EquivalenceCase) -> ExactnessCheck:
 def _reduced_precision_in_float32(case: EquivalenceCase) -> ExactnessCheck:
     noisy, batches = first_gradients(case, case.candidate, RunConditions(double=False), MAX_BATCHES)
     clean, _ = first_gradients(case, case.base, RunConditions(double=False), len(noisy))
-    name, worst = _worst_gradient(clean, noisy)
+    name, worst = worst_gradient(clean, noisy)
     if not worst >= MIN_GRADIENT_DB:
         why = f"the gradient of {name} is {worst:.1f} dB above its error against float32, below {MIN_GRADIENT_DB:.0f}"
         return _not_passed(why, worst)
     a, b = both_arms(case, RunConditions(double=False), steps=ROUNDING_STEPS)
     if why := plan_mismatch(a, b):
         return _not_passed(why)
-    movement = _decibels(_movement(a), _movement(a).sub(_movement(b)))
+    movement = decibels(_movement(a), _movement(a).sub(_movement(b)))
     if not movement >= MIN_ROUNDED_MOVEMENT_DB:
         why = f"it does more than round: the weights move differently ({movement:.1f} dB, {a.steps} steps)"
         return _not_passed(why, movement)
@@ -246,7 +246,7 @@ def _equivalent_math(case: EquivalenceCase) -> tuple[EquivalenceRun, Equivalence
     """Both arms, and if they differ another run of the base."""
     a, b = _both_in_double(case)
     comparable = not case.ranks.any(plan_mismatch(a, b) is not None)
-    differ = case.ranks.any(comparable and not _relative_difference(a.weights, b.weights) < MAX_DIFFERENCE)
+    differ = case.ranks.any(comparable and not relative_difference(a.weights, b.weights) < MAX_DIFFERENCE)
     return a, b, run_arm(case, case.base, (RunConditions(double=True),), a.steps) if differ else None
 
 
@@ -280,7 +280,7 @@ def _judge_bit_exact(a: EquivalenceRun, b: EquivalenceRun, control: Control | No
 
 
 def _judge_by_what_repeats(a: EquivalenceRun, b: EquivalenceRun, control: Control) -> ExactnessCheck:
-    noise, number = (_relative_difference(a.weights, other.weights) for other in (control.base, b))
+    noise, number = (relative_difference(a.weights, other.weights) for other in (control.base, b))
     op = control.nondeterministic_op
     blame = f"by {op}" if op else f"not by an operation of PyTorch in the first {WATCHED_STEPS} steps"
     own = (
@@ -305,8 +305,8 @@ def _different(a: EquivalenceRun, b: EquivalenceRun) -> list[str]:
 def _judge_equivalent_math(a: EquivalenceRun, b: EquivalenceRun, again: EquivalenceRun | None) -> ExactnessCheck:
     if why := plan_mismatch(a, b):
         return _not_passed(why)
-    number = _relative_difference(a.weights, b.weights)
-    noise = _relative_difference(a.weights, again.weights) if again is not None and again.steps == a.steps else 0.0
+    number = relative_difference(a.weights, b.weights)
+    noise = relative_difference(a.weights, again.weights) if again is not None and again.steps == a.steps else 0.0
     if noise >= MAX_DIFFERENCE:
         passed = number <= NOISE_FACTOR * noise
         limit = f"{'no more' if passed else 'more'} than {NOISE_FACTOR:.0f} times as much"
@@ -324,13 +324,13 @@ def _judge_equivalent_math(a: EquivalenceRun, b: EquivalenceRun, again: Equivale
 def _judge_reduced_precision(
     clean: list[Gradients | None], noisy: list[Gradients | None], batches: int, a: EquivalenceRun, b: EquivalenceRun
 ) -> ExactnessCheck:
-    name, worst = _worst_gradient(clean, noisy)
+    name, worst = worst_gradient(clean, noisy)
     if not worst >= MIN_GRADIENT_DB:
         why = f"the gradient of {name} is {worst:.1f} dB above its error against float64, below {MIN_GRADIENT_DB:.0f}"
         return _not_passed(why, worst)
     if why := plan_mismatch(a, b):
         return _not_passed(why)
-    movement = _decibels(_movement(a), _movement(a).sub(_movement(b)))
+    movement = decibels(_movement(a), _movement(a).sub(_movement(b)))
     if not movement >= MIN_MOVEMENT_DB:
         why = f"it does more than round: in float64 the weights move differently ({movement:.1f} dB, {a.steps} steps)"
         return _not_passed(why, movement)
@@ -342,7 +342,7 @@ def _judge_changes_training(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCh
     if why := validation_mismatch(a, b):
         return _not_passed(why)
     same_names = a.weights.keys() == b.weights.keys()
-    number = _relative_difference(a.weights, b.weights) if same_names else math.inf
+    number = relative_difference(a.weights, b.weights) if same_names else math.inf
     difference = f"in float64 the weights differ by {number:.1e} after {b.steps} steps"
     if number >= MAX_DIFFERENCE:
         return ExactnessCheck(True, number, difference)
@@ -369,35 +369,5 @@ _CHECKS_IN_FLOAT32: dict[Exactness, Callable[[EquivalenceCase], ExactnessCheck]]
 }
 
 
-def _relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    one, other = _flatten(a), _flatten(b)
-    return (one - other).norm().item() / (one.norm().item() or 1.0) if one.shape == other.shape else math.inf
-
-
-def _flatten(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([value.double().flatten() for _, value in sorted(weights.items()) if value.is_floating_point()])
-
-
 def _movement(run: EquivalenceRun) -> torch.Tensor:
-    return _flatten(run.weights) - _flatten(run.start)
-
-
-def _worst_gradient(clean: list[Gradients | None], noisy: list[Gradients | None]) -> tuple[str, float]:
-    """(parameter, dB) of the lowest signal-to-noise ratio of a gradient in all used batches; skips negligible ones."""
-    pairs = [(reference, noise) for reference, noise in zip(clean, noisy, strict=True) if reference and noise]
-    signals = {name: torch.cat([reference[name].flatten() for reference, _ in pairs]) for name in pairs[0][0]}
-    mean = torch.cat(list(signals.values())).square().mean().sqrt()
-    ratios = {"no parameter": math.inf}
-    for name, signal in signals.items():
-        if signal.square().mean().sqrt() < NEGLIGIBLE * mean:
-            continue
-        values = [gradients.get(name, torch.zeros_like(reference[name])) for reference, gradients in pairs]
-        ratios[name] = _decibels(signal, signal - torch.cat([value.flatten() for value in values]))
-    return min(ratios.items(), key=lambda item: item[1])
-
-
-def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> float:
-    power, error = signal.square().sum().item(), noise.square().sum().item()
-    if error == 0.0:
-        return math.inf
-    return 10 * math.log10(power / error) if 0 < power < math.inf and error < math.inf else -math.inf  # -inf for a NaN
+    return flatten(run.weights) - flatten(run.start)

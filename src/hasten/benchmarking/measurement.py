@@ -114,6 +114,8 @@ class Measurement:
             self._time_sequentially(pair)
         else:
             self._time_blocks(pair)
+            if not (self.is_single or self.out_of_budget) and self.rounds == 1 and not self._fits_another(setup):
+                self._go_on_alone(pair)
         for arm, peaks in zip(self.arms, pair.peak_memory(), strict=True):
             arm.note_peak_memory(peaks)
         if self.rounds == 1 and not self.is_single:
@@ -182,7 +184,8 @@ class Measurement:
 
     def _time_blocks(self, pair: Pair) -> None:
         """Times the blocks of a round: as many as a round has, or until a single round is sure."""
-        began, pairs = time.monotonic(), 0
+        began, before = time.monotonic(), len(self.arms[0].seconds_per_sample(self.rounds))
+        pairs = before
         while pairs < self.most_pairs:
             while pair.plans[0]["evaluation"] is not None and self._evaluation_is_due():
                 seconds = pair.time_evaluations(order_of(len(self.arms[0].evaluations)))
@@ -191,11 +194,20 @@ class Measurement:
             for arm, block in zip(self.arms, pair.time_blocks(self.block_samples, order_of(pairs)), strict=True):
                 arm.blocks.append({**block, "round": self.rounds})
             pairs += 1
-            self.pair_seconds = (time.monotonic() - began) / pairs
+            self.pair_seconds = (time.monotonic() - began) / (pairs - before)
             self._report()
             self.out_of_budget = pairs >= MIN_PAIRS and self._left() < self.pair_seconds
             if self.out_of_budget or (self.is_single and pairs in self.looks and self._judge() != UNSURE):
                 return
+
+    def _go_on_alone(self, pair: Pair) -> None:
+        """Spends the rest of the budget on the first round, since no other one fits into it."""
+        self.is_single, self.most_pairs = True, self.looks[-1]
+        pairs = len(self.arms[0].blocks)
+        affordable = pairs + self._left() / self.pair_seconds
+        self.look_count = 1 + sum(pairs <= look < affordable for look in self.looks[:-1])
+        if pairs not in self.looks or self._judge() == UNSURE:
+            self._time_blocks(pair)
 
     def _time_sequentially(self, pair: SequentialPair) -> None:
         """Times the blocks of a round of arms that are built one after the other; their evaluations while building."""
@@ -231,12 +243,16 @@ class Measurement:
         self.last_round = min(self.max_rounds, 1 + max(0, int(further)))
         self.look_count = 1 + sum(rounds < self.last_round for rounds in ROUND_LOOKS)  # the last is at the end
 
+    def _fits_another(self, setup: float) -> bool:
+        """Whether the budget allows another round."""
+        return self._left() >= self._shortest_round(setup)
+
     def _shortest_round(self, setup: float) -> float:
         return setup + MIN_PAIRS * self.pair_seconds
 
     def _decide(self, setup: float) -> None:
         """After a round: is it the last one?"""
-        if self.rounds >= self.max_rounds or self.is_single or self._left() < self._shortest_round(setup):
+        if self.rounds >= self.max_rounds or self.is_single or not self._fits_another(setup):
             self.is_over = True
             self.out_of_budget |= self.rounds < self.max_rounds
             self._judge()

@@ -7,7 +7,6 @@ engine communicates over a gloo group of its own, on the CPU, so that its messag
 import json
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from hasten._torch_compat import default_process_group_timeout, peer_failure
 from hasten.core.errors import CollectiveTimeout, ConfigurationError, PeerFailure, RunError, format_error
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, ProcessGroupInfo
+from hasten.utils.signals import handle_signals
 
 T = TypeVar("T")
 PEER_GONE = "another rank ended without reporting an error"
@@ -37,7 +37,8 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
         yield ProcessGroupInfo()
         return
     owns_default_group = not dist.is_initialized()
-    with _default_signal_handlers(), _translate_peer_errors(timeout):
+    # a process that waits for other ranks has nothing to save yet: SIGINT and SIGTERM end it
+    with handle_signals((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL), _translate_peer_errors(timeout):
         if owns_default_group:
             _init_default_group(device, timeout)
         group = _connect(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
@@ -120,20 +121,6 @@ def _connect(connect: Callable[[], Any]) -> Any:
             raise
         rank = os.environ["RANK"]
         raise PeerFailure(f"rank {rank} cannot connect to the other ranks: {format_error(error)}") from None
-
-
-@contextmanager
-def _default_signal_handlers() -> Iterator[None]:
-    """Lets SIGINT and SIGTERM end this process while it waits for other ranks: it has nothing to save yet."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _process_group_info(group: Any) -> ProcessGroupInfo:

@@ -2,11 +2,12 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
+
+from hasten.utils.signals import handle_signals
 
 DEBOUNCE_S = 1.0  # two presses of Ctrl-C within this time are one request
 
@@ -18,9 +19,6 @@ def catch_stop_signals() -> Generator[list[int]]:
     """
     received: list[int] = []
     first_at = 0.0
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
     owner = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -38,9 +36,5 @@ def catch_stop_signals() -> Generator[list[int]]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ``nohup`` keeps its meaning
         numbers.append(signal.SIGHUP)
-    handlers = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with handle_signals(numbers, handle):
         yield received
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -30,6 +30,7 @@ import torch
 
 from hasten.benchmarking.equivalence_runs import RunConditions
 from hasten.benchmarking.fork_server import DeadlineError
+from hasten.benchmarking.weight_differences import relative_difference, worst_gradient
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 STEPS, GRADIENT_STEPS = 30, 5
 MAX_DIFFERENCE = 1e-10  # relative, in float64
 MIN_GRADIENT_DB = 20.0
-NEGLIGIBLE = 1e-6  # of the mean: such a gradient is zero in exact arithmetic
 ROUNDING_FACTOR = 10.0  # times the distance that one rounding of all weights grows to: still the same formula
 NOISE_FACTOR = 3.0  # times the distance between two runs of a script that is not reproducible
 CONDITIONS = f"{RunConditions.__module__}:{RunConditions.__name__}"  # disables dropout, which float64 draws differently
@@ -248,7 +248,7 @@ def _judge_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any
     clean = both[0] if both else runs.run({**base, **SINGLE}, GRADIENT_STEPS, keep=True)
     noisy = runs.run({**candidate, **SINGLE}, GRADIENT_STEPS)
     against = "float64" if both else "float32"
-    name, worst = _worst_gradient(clean.gradients, noisy.gradients)
+    name, worst = worst_gradient([clean.gradients], [noisy.gradients])
     if not worst >= MIN_GRADIENT_DB:
         why = f"the gradient of {name} is {worst:.1f} dB above its error against {against}, below {MIN_GRADIENT_DB:.0f}"
         return _result(False, worst, why)
@@ -322,32 +322,6 @@ def _same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
     return b is not None and torch.equal(a, b)
 
 
-def _flat(weights: Weights) -> torch.Tensor:
-    values = [value.double().flatten() for _, value in sorted(weights.items()) if value.is_floating_point()]
-    return torch.cat(values) if values else torch.zeros(0)
-
-
 def _difference(a: Weights, b: Weights) -> float:
     """Relative difference of all weights together; infinite if they are not the same ones."""
-    one, other = _flat(a), _flat(b)
-    if a.keys() != b.keys() or one.shape != other.shape:
-        return math.inf
-    return (one - other).norm().item() / (one.norm().item() or 1.0)
-
-
-def _worst_gradient(clean: Weights, noisy: Weights) -> tuple[str, float]:
-    """(parameter, dB) of the lowest signal-to-noise ratio of a gradient; skips negligible ones."""
-    signals = {name: value.double().flatten() for name, value in clean.items() if value.numel()}
-    if not signals:
-        return "every parameter", -math.inf
-    mean = torch.cat(list(signals.values())).square().mean().sqrt()
-    worst = ("no parameter", math.inf)
-    for name, signal in signals.items():
-        if signal.square().mean().sqrt() < NEGLIGIBLE * mean:
-            continue
-        other = noisy.get(name)
-        noise = signal - (torch.zeros_like(signal) if other is None else other.double().flatten())
-        power, error = signal.square().sum().item(), noise.square().sum().item()
-        ratio = math.inf if error == 0 else 10 * math.log10(power / error) if math.isfinite(error) else -math.inf
-        worst = min(worst, (name, ratio), key=lambda entry: entry[1])
-    return worst
+    return relative_difference(a, b) if a.keys() == b.keys() else math.inf

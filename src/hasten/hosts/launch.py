@@ -18,6 +18,7 @@ from hasten.hosts.inside_files import STARTED
 from hasten.hosts.process import NOT_LOADED, injected, write_spec
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.site_map import read_beside
+from hasten.utils.signals import handle_signals
 
 
 def check_train(script: ScriptRef, recipe: Recipe, recipe_file: str | None, processes: int) -> dict[str, Any] | None:
@@ -70,15 +71,15 @@ def train_script(script: ScriptRef, recipe: Recipe, device: str | None, sites: d
     with tempfile.TemporaryDirectory(prefix="hasten-") as directory:
         write_spec(Path(directory), script, recipe.methods, pick_device(device), None, sites, mode="train")
         environment = injected(script.environment, Path(directory))  # without a recipe too: see frameworks/pyg.py
-        with subprocess.Popen(script.argv_under(recipe.methods), cwd=script.directory, env=environment) as process:
-            previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-            for number in previous:  # the terminal sends Ctrl-C to both: the script decides, and its code counts
-                signal.signal(number, lambda number, _: number != signal.SIGINT and process.send_signal(number))
-            try:
-                code = process.wait()
-            finally:
-                for number, handler in previous.items():
-                    signal.signal(number, handler)
+        with (
+            subprocess.Popen(script.argv_under(recipe.methods), cwd=script.directory, env=environment) as process,
+            # the terminal sends Ctrl-C to both: the script decides, and its code counts
+            handle_signals(
+                (signal.SIGINT, signal.SIGTERM),
+                lambda number, _: number != signal.SIGINT and process.send_signal(number),
+            ),
+        ):
+            code = process.wait()
         if recipe and not Path(directory, STARTED).exists():
             warnings.warn(f"the recipe had no effect: the command {NOT_LOADED}", HastenWarning, stacklevel=2)
     return code if code >= 0 else 128 - code

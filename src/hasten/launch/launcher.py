@@ -39,6 +39,7 @@ from hasten.engine.tasks import TaskRef
 from hasten.launch import elastic
 from hasten.launch.rank_results import PARENT, RESUME_DIR, read_results
 from hasten.launch.rendezvous import LOOPBACK, TIMEOUT_S, hosts_rendezvous, interface_of, local_address
+from hasten.utils.signals import handle_signals
 
 RENDEZVOUS_TIMEOUT_S = 900  # for the nodes to find each other, and for a lost node to come back
 RANK_MEMORY_BYTES = 200_000_000  # of a process that has imported torch
@@ -267,23 +268,17 @@ def _signals_as_errors(directory: str) -> Iterator[None]:
     torch installs its handlers when it starts the ranks: without this, a signal would kill a launcher that still waits
     for other nodes without a message (test_agents), and SIGHUP would end a command under ``nohup``.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise SignalException("", signal.Signals(number))
 
     handled = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in handled)
-    before = {number: signal.signal(number, interrupt) for number in handled}
     try:
-        yield
+        with handle_signals(handled, interrupt):
+            yield
     except SignalException as error:
         raise _job_error(directory, {}, f"stopped by {signal.Signals(error.sigval).name}") from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

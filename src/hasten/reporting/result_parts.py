@@ -97,13 +97,13 @@ EVIDENCE_LEVELS = {  # strongest first
     "proven": "the quality gate over seeds was passed",
     "estimated": "promising, but not enough evidence yet",
 }
-FRONTIER_ROLES = ("baseline", "strong baseline", "recommended", "")
 
 
 class FrontierRecipe(TypedDict, total=False):
     """A non-dominated recipe, the baseline or the strong baseline.
 
-    ``evidence`` is one of EVIDENCE_LEVELS, or "" where nothing is claimed; ``role`` is one of FRONTIER_ROLES.
+    ``evidence`` is one of EVIDENCE_LEVELS, or "" where nothing is claimed; ``role`` is "baseline", "strong baseline",
+    "recommended" or "".
     ``speedup`` is over the baseline: of the time to the target where whole runs were made, else of the whole training.
     ``quality`` is None where none was measured.
     """

@@ -9,7 +9,6 @@ import signal
 import socket
 import stat
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +22,7 @@ from hasten.serving.batcher import BatcherSettings
 from hasten.serving.models import ModelHolder, ServedModel
 from hasten.serving.shadow import Shadow
 from hasten.serving.tune_batching import best_batching, measure_batches
+from hasten.utils.signals import handle_signals
 
 MIN_TOKEN = 16  # characters
 TOKEN_VARIABLE = "HASTEN_TOKEN"
@@ -126,19 +126,12 @@ def make_page(holder: ModelHolder, needs_token: bool) -> str:
 @contextmanager
 def _stop_on_signals(server: Any) -> Iterator[None]:
     """Context manager: SIGINT and SIGTERM end the server; the handlers of before are restored."""
-    if threading.current_thread() is not threading.main_thread():  # a test runs the server in a thread
-        yield
-        return
 
     def stop(number: int, frame: Any) -> None:
         server.should_exit = True  # a second signal does not drop what was accepted, as uvicorn's own handler does
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handle_signals((signal.SIGINT, signal.SIGTERM), stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _directory_of(path: Path, report: Callable[[str], None]) -> Path:

@@ -192,23 +192,25 @@ def _try_recipe(
 def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: float) -> Finding | None:
     """The best of ``recipes`` (the last is tried first) that is as exact as it claims, measured again against the task.
 
-    The comparison has fresh processes, and the exactness check is that of the whole recipe against the unchanged task.
+    The exactness check is that of the whole recipe against the unchanged task. It comes first: a comparison that the
+    budget ends has the blocks until then, a check has nothing. The comparison has fresh processes.
     """
     for recipe in [recipe for recipe in reversed(recipes) if recipe][:MAX_FALLBACKS]:
+        exactness = loosest_exactness(recipe)
+        check = study.check_exactness(Recipe(), recipe, exactness)
+        spent = check["trial_seconds"]
+        if not check.get("passed"):
+            study.note(str(recipe), "confirmation", *check_verdict(check), seconds=spent)
+            continue
         outcome = study.compare_speed(
             Recipe(), recipe, looks=SPEED_LOOKS, rounds=ROUNDS, seconds=seconds, salt="confirmation"
         )
-        spent, ratio = outcome["trial_seconds"], outcome.get("ratio")
-        if "failed" in outcome:
-            study.note(
-                str(recipe), "confirmation", failure_verdict(outcome["failed"]), outcome["failed"], seconds=spent
-            )
+        spent, ratio, why = spent + outcome["trial_seconds"], outcome.get("ratio"), check["why"]
+        if failed := outcome.get("failed"):
+            study.note(str(recipe), "confirmation", failure_verdict(failed), failed, seconds=spent)
             continue
-        exactness = loosest_exactness(recipe)
-        check = study.check_exactness(Recipe(), recipe, exactness)
-        spent += check["trial_seconds"]
-        verdict, why = ("passed", check["why"]) if check.get("passed") else check_verdict(check)
-        if verdict == "passed" and exactness is Exactness.REDUCED_PRECISION:
+        verdict = "passed"
+        if exactness is Exactness.REDUCED_PRECISION:
             verdict, why = _compare_losses(outcome, why)
         study.note(str(recipe), "confirmation", verdict, f"{outcome['why']}; {why}", ratio=ratio, seconds=spent)
         if verdict == "passed":
@@ -249,16 +251,15 @@ def failure_verdict(message: str) -> str:
     return "no effect" if NO_EFFECT in message else "failed"
 
 
-def run_speedup(outcome: dict, samples: float, samples_of_a: float | None = None) -> float:
+def run_speedup(outcome: dict, samples: float) -> float:
     """Speed-up of a whole run of ``samples`` by b over a, the start of both included.
 
-    ``outcome`` is that of ``Study.compare_speed``; ``samples_of_a`` is the number that a trains, if different.
+    ``outcome`` is that of ``Study.compare_speed``.
     """
     if math.isinf(samples):
         return outcome["ratio"]["median"]
-    start, seconds_of_a = outcome["start_seconds"], outcome["seconds_per_1000_samples"]["a"]
-    a = start["a"] + (samples if samples_of_a is None else samples_of_a) / 1000 * seconds_of_a
-    return a / (start["b"] + samples / 1000 * seconds_of_a / outcome["ratio"]["median"])
+    start, steps_of_a = outcome["start_seconds"], samples / 1000 * outcome["seconds_per_1000_samples"]["a"]
+    return (start["a"] + steps_of_a) / (start["b"] + steps_of_a / outcome["ratio"]["median"])
 
 
 def whole_run_ratio(outcome: dict, samples: float) -> Ratio:

@@ -24,7 +24,6 @@ from hasten.tuning.systems import (
     Candidate,
     confirm_speed,
     conflict_reason,
-    run_speedup,
     search_systems,
     try_compositions,
     whole_run_ratio,
@@ -70,7 +69,7 @@ def find_systems(
     withheld = (1 - share) * budget.left()
     with budget.part(share):
         exact_share = budget.part(EXACT_SHARE if lower else 1.0)
-        with budget.reserve(seconds + _comparison_overhead(plan)), exact_share, _keep_unconfirmed(state):
+        with budget.reserve(seconds + _confirmation_overhead(plan)), exact_share, _keep_unconfirmed(state):
             try_compositions(study, state.incumbents, experienced, samples, screening)
             search_systems(study, state.incumbents, exact, samples, screening)
             find_strong_baseline(study, state, samples, screening)
@@ -82,7 +81,7 @@ def find_systems(
     if state.level != EXACT and lower:
         before = len(state.incumbents.recipes)
         rest = budget.part(max(0.0, 1 - withheld / max(budget.left(), 1e-9)))
-        with rest, budget.reserve(seconds + _comparison_overhead(plan)), _keep_unconfirmed(state):
+        with rest, budget.reserve(seconds + _confirmation_overhead(plan)), _keep_unconfirmed(state):
             if not state.candidates.is_restricted:
                 together = gpu_compositions(state.diagnosis.get("facts") or ())
                 try_compositions(study, state.incumbents, together, samples, screening)
@@ -161,9 +160,14 @@ def samples_of(plan: dict[str, Any]) -> float:
     return plan["samples_per_epoch"] * plan["epochs"] if plan["samples_per_epoch"] else float("inf")
 
 
-def _comparison_overhead(plan: dict[str, Any]) -> float:
-    """Seconds in which a comparison that is reported builds its pairs of processes."""
-    return 2 * ROUNDS[0] * _seconds_to_build(plan)
+def _confirmation_overhead(plan: dict[str, Any]) -> float:
+    """Seconds that a confirmation takes besides its blocks: it builds pairs of processes, and checks the exactness."""
+    return 2 * ROUNDS[0] * _seconds_to_build(plan) + _check_seconds(plan)
+
+
+def _check_seconds(plan: dict[str, Any]) -> float:
+    """Seconds that a check of exactness takes at least, with both of its arms."""
+    return 2 * _seconds_to_build(plan) + min(CHECK_SECONDS, CHECK_STEPS * plan["step"])
 
 
 def _seconds_to_build(plan: dict[str, Any]) -> float:
@@ -251,7 +255,5 @@ def compare_with_one_process(study: Study, state: SearchState, recipe: Recipe, s
     if "failed" in outcome:
         study.note(what, "baseline", "failed", outcome["failed"], seconds=spent)
         return None
-    ratio = outcome["ratio"]
-    study.note(what, "baseline", outcome["verdict"], outcome["why"], ratio=ratio, seconds=spent)
-    scale = run_speedup(outcome, samples) / ratio["median"]
-    return Ratio(*(scale * ratio[key] for key in ("median", "low", "high")))
+    study.note(what, "baseline", outcome["verdict"], outcome["why"], ratio=outcome["ratio"], seconds=spent)
+    return whole_run_ratio(outcome, samples)
