@@ -50,12 +50,12 @@ SCRIPTS = {
     "TensorDataset": Script([f"{TESTED}/tensors.py", "400"], 1.5),
     "Lightning CNN": Script([f"{TESTED}/lightning_cnn.py", "150"], 2.0, "lightning"),
     "Keras dense": Script([f"{TESTED}/keras_dense.py", "100"], 2.0, "keras"),
-    "Keras LSTM": Script([f"{TESTED}/keras_lstm.py", "40"], 3.0, "keras"),
+    "Keras LSTM": Script([f"{TESTED}/keras_lstm.py", "100"], 3.0, "keras"),
     "Transformers BERT": Script(
-        [f"{HERE}/scripts/bert_sst2.py", f"{DATA}/sst2", "1"],
+        [f"{HERE}/scripts/bert_sst2.py", f"{DATA}/sst2", "2"],
         1.3,
         "transformers",
-        ("--budget", "10m", "--evidence", "proven", "--metric", "eval_accuracy:max"),
+        ("--budget", "5m", "--evidence", "precision"),
         same_output=False,
     ),
 }
@@ -63,8 +63,8 @@ READERS = ("in_memory_batches", "cache_dataset", "loader_workers", "autotune_loa
 PLANTED = {
     fault: Script([f"{HERE}/scripts/slow.py", fault, epochs], methods=methods, line=line, same_output=False)
     for fault, epochs, methods, line in (
-        ("samples", "60", READERS, ""),
-        ("evaluation", "8", ("eval_no_grad",), ""),
+        ("samples", "150", READERS, ""),
+        ("evaluation", "30", ("eval_no_grad",), ""),
         ("optimizer", "25", ("fused_optimizer",), ""),
         ("convolutions", "20", ("channels_last",), ""),
         ("reading", "30", (), "max(float(p.grad"),

@@ -397,6 +397,46 @@ def test_measurement_plans_rounds_that_the_budget_allows(budget, setup, pair_sec
     assert (measured.is_single, measured.most_pairs) == (is_single, pairs)
 
 
+class SlowToBuild:
+    """A pair of arms that took 9 s to build; the clock goes on by 1 s for each pair of blocks, whose ratio is restless.
+
+    Evaluations within the first blocks take 3 s more.
+    """
+
+    build_seconds, positions = 9.0, (0.0, 0.0)
+    plans = tuple(
+        dict.fromkeys(("evaluation", "evaluate_every", "samples_per_epoch", "steps"))
+        | {"step": 0.05, "samples_per_step": 1, "sync_period": 1, "warmup_steps": 0}
+        for _ in range(2)
+    )
+
+    def __init__(self):
+        self.now, self.blocks = 0.0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def run_to(self, position: float) -> None:
+        pass
+
+    def time_blocks(self, samples: float, order: tuple[int, int]) -> list[dict[str, float]]:
+        self.blocks += 1
+        self.now += 4.0 if self.blocks == 1 else 1.0
+        return [{"seconds": 0.24 + 0.12 * (self.blocks % 2), "samples": samples}, {"seconds": 0.3, "samples": samples}]
+
+    def peak_memory(self) -> list[list]:
+        return [[], []]
+
+
+def test_measurement_whose_budget_turns_out_too_small_for_a_second_round_spends_it_on_the_first(monkeypatch):
+    pair = SlowToBuild()
+    monkeypatch.setattr("hasten.benchmarking.measurement.time", pair)
+    measured = measurement(budget=16.0, looks=[6, 9, 14])
+    measured.run_round(pair)  # type: ignore[arg-type]
+    assert measured.is_over and measured.rounds == 1
+    assert len(measured.arms[0].blocks) == 13, "16 s less 3 s; three pairs would have been a round of several"
+
+
 @pytest.mark.parametrize("measure", ["compare", "profile", "estimate"])
 def test_measurement_of_a_task_that_does_not_load_ends_at_the_deadline(measure):
     began = time.monotonic()

@@ -18,7 +18,7 @@ from hasten.tuning.candidates import Candidates, MethodSelection, candidates_for
 from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding, frontier, recommended
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import Study
-from hasten.tuning.systems import Incumbents
+from hasten.tuning.systems import Incumbents, confirm_speed
 from hasten.tuning.systems_stage import find_strong_baseline
 from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.tune import BUDGET_RUNS, _correct_estimate
@@ -248,3 +248,13 @@ def test_find_systems_confirms_what_it_found_before_a_trial_overran_the_share_of
     plan = {"samples_per_epoch": 100, "epochs": 1, "step": 0.01, "start": 0.1, "evaluation": 0.0, "sync_period": 1}
     systems_stage.find_systems(study, state, plan | {"samples_per_step": 1}, True, lambda: None)
     assert state.findings == [found] and state.unconfirmed is None
+
+
+def test_confirm_speed_checks_exactness_first_since_a_check_that_the_budget_ends_says_nothing():
+    study, recipe = Planted(faster={"num_threads:count=2": 2.0}), Recipe({"num_threads": {"count": 2}})
+    found = confirm_speed(study, [Recipe(), recipe], SAMPLES, 5.0)
+    assert found and found.recipe == recipe and found.evidence == EXACT
+    assert [kind for kind, _ in study.asked] == ["exactness", "speed"]
+    refuted = Planted(refuted=("num_threads:count=2",))
+    assert confirm_speed(refuted, [Recipe(), recipe], SAMPLES, 5.0) is None
+    assert [kind for kind, _ in refuted.asked] == ["exactness"]

@@ -39,6 +39,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, ROUND_LOOKS[-1]  # of a comparison, unless the calle
 FIRST_EVALUATIONS = 2  # of each arm, before the first block
 BEYOND_DOUBT = 1.25  # a ratio surely beyond this, or its inverse, needs no further rounds ...
 NARROW = 1.5  # ... if the ends of its interval differ by a smaller factor
+WAITING_SHARE = 0.25  # of the timed training, that arms may train untimed until their next evaluation
 SLACK = 1.2  # by which blocks may take longer than the first steps, for the fewest rounds to fit into the budget
 CHUNK_BLOCKS = 4  # blocks between two looks at the clock while both arms train on to a later position
 
@@ -95,6 +96,7 @@ class Measurement:
     is_sequential: bool = False  # whether the arms do not fit into memory together
     is_over: bool = False
     out_of_budget: bool = False
+    evaluating: float = 0.0  # seconds that evaluations have taken, with what an arm trains until they come
     verdict: str = UNSURE
     ratio: Ratio = field(init=False)
     began: float = field(init=False)  # time of the first block
@@ -128,7 +130,7 @@ class Measurement:
         """Begins anew, with one arm at a time: blocks of arms that lack memory say nothing about their speed."""
         if self.rounds:
             self.budget = max(1.0, self.budget - (time.monotonic() - self.began))
-        self.is_sequential, self.rounds, self.later_seconds = True, 0, 0.0
+        self.is_sequential, self.rounds, self.later_seconds, self.evaluating = True, 0, 0.0, 0.0
         for arm in self.arms:
             arm.plan, arm.blocks, arm.evaluations = {}, [], []
 
@@ -188,7 +190,9 @@ class Measurement:
         pairs = before
         while pairs < self.most_pairs:
             while pair.plans[0]["evaluation"] is not None and self._evaluation_is_due():
+                evaluating = time.monotonic()
                 seconds = pair.time_evaluations(order_of(len(self.arms[0].evaluations)))
+                self.evaluating += time.monotonic() - evaluating
                 for arm, each in zip(self.arms, seconds, strict=True):
                     arm.evaluations.append(each)
             for arm, block in zip(self.arms, pair.time_blocks(self.block_samples, order_of(pairs)), strict=True):
@@ -286,11 +290,16 @@ class Measurement:
         return with_evaluations(steps, shares, errors, degrees_of_rounds(self.rounds), self._error())
 
     def _evaluation_is_due(self) -> bool:
-        """Whether to time evaluations now: as often as a run has them; two before all blocks if they are cheap."""
-        evaluated = sum(sum(arm.evaluations) for arm in self.arms)
+        """Whether to time evaluations now: as often as a run has them; two before all blocks if they are cheap.
+
+        A script trains on until its next evaluation: then few are timed, and most of the time goes to the blocks.
+        """
         if len(self.arms[0].evaluations) < FIRST_EVALUATIONS:
-            return evaluated <= self.budget / 8
+            return self.evaluating <= self.budget / 8
+        evaluated = sum(sum(arm.evaluations) for arm in self.arms)
         trained = sum(block["seconds"] for arm in self.arms for block in arm.blocks)
+        if self.evaluating > 2 * evaluated + WAITING_SHARE * trained:
+            return False
         return trained > 0 and evaluated < fmean(arm.evaluation_ratio() for arm in self.arms) * trained
 
     def _look_later(self, pair: Pair) -> None:
