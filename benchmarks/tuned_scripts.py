@@ -40,14 +40,14 @@ class Script:
     command: list[str]
     figure: float = 1.0
     module: str = "torch"
-    options: tuple[str, ...] = ("--budget", "3m", "--evidence", "exact")
+    options: tuple[str, ...] = ("--budget", "2m", "--evidence", "exact")
     methods: tuple[str, ...] = ()
     line: str = ""
-    same_output: bool = True
+    same_output: bool = False  # the tuned script has to print the same
 
 
 SCRIPTS = {
-    "TensorDataset": Script([f"{TESTED}/tensors.py", "400"], 1.5),
+    "TensorDataset": Script([f"{TESTED}/tensors.py", "400"], 1.5, same_output=True),
     "Lightning CNN": Script([f"{TESTED}/lightning_cnn.py", "150"], 2.0, "lightning"),
     "Keras dense": Script([f"{TESTED}/keras_dense.py", "100"], 2.0, "keras"),
     "Keras LSTM": Script([f"{TESTED}/keras_lstm.py", "100"], 3.0, "keras"),
@@ -55,13 +55,12 @@ SCRIPTS = {
         [f"{HERE}/scripts/bert_sst2.py", f"{DATA}/sst2", "2"],
         1.3,
         "transformers",
-        ("--budget", "5m", "--evidence", "precision"),
-        same_output=False,
+        ("--budget", "8m", "--evidence", "precision"),
     ),
 }
 READERS = ("in_memory_batches", "cache_dataset", "loader_workers", "autotune_loader")
 PLANTED = {
-    fault: Script([f"{HERE}/scripts/slow.py", fault, epochs], methods=methods, line=line, same_output=False)
+    fault: Script([f"{HERE}/scripts/slow.py", fault, epochs], methods=methods, line=line)
     for fault, epochs, methods, line in (
         ("samples", "150", READERS, ""),
         ("evaluation", "30", ("eval_no_grad",), ""),
@@ -177,7 +176,8 @@ def main() -> int:
     for name, row in rows.items():
         goal = {True: "yes", False: "no", None: ""}[judged.get(name)]
         if not options.planted and name in judged:
-            goal = f"{scripts[name].figure}: {goal}" + ("" if row.get("same output", True) else ", other output")
+            differs = scripts[name].same_output and not row.get("same output", True)
+            goal = f"{scripts[name].figure}: {goal}{', other output' * differs}"
         shown = cells(name, scripts[name], row)
         table.append((*shown, *[""] * (7 - len(shown)), goal))
     show(headings, table)

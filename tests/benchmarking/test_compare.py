@@ -400,7 +400,7 @@ def test_measurement_plans_rounds_that_the_budget_allows(budget, setup, pair_sec
 class SlowToBuild:
     """A pair of arms that took 9 s to build; the clock goes on by 1 s for each pair of blocks, whose ratio is restless.
 
-    Evaluations within the first blocks take 3 s more.
+    The first pair takes 20 s.
     """
 
     build_seconds, positions = 9.0, (0.0, 0.0)
@@ -410,8 +410,10 @@ class SlowToBuild:
         for _ in range(2)
     )
 
-    def __init__(self):
-        self.now, self.blocks = 0.0, 0
+    def __init__(self, until_evaluation: float | None = None):
+        self.now, self.blocks, self.until_evaluation = 0.0, 0, until_evaluation
+        if until_evaluation is not None:  # one of 0.1 s after each block of 6 samples
+            self.plans = tuple(plan | {"evaluation": 0.1, "evaluate_every": 6} for plan in self.plans)
 
     def monotonic(self) -> float:
         return self.now
@@ -421,20 +423,36 @@ class SlowToBuild:
 
     def time_blocks(self, samples: float, order: tuple[int, int]) -> list[dict[str, float]]:
         self.blocks += 1
-        self.now += 4.0 if self.blocks == 1 else 1.0
+        self.now += 20.0 if self.blocks == 1 else 1.0
         return [{"seconds": 0.24 + 0.12 * (self.blocks % 2), "samples": samples}, {"seconds": 0.3, "samples": samples}]
+
+    def time_evaluations(self, order: tuple[int, int]) -> list[float]:
+        self.now += self.until_evaluation or 0.0
+        return [0.1, 0.1]
 
     def peak_memory(self) -> list[list]:
         return [[], []]
 
 
+@pytest.mark.parametrize(("until_evaluation", "evaluations"), [(0.2, 8), (5.0, 2)])
+def test_measurement_times_few_evaluations_where_an_arm_trains_until_they_come(
+    monkeypatch, until_evaluation, evaluations
+):
+    pair = SlowToBuild(until_evaluation)
+    monkeypatch.setattr("hasten.benchmarking.measurement.time", pair)
+    measured = measurement(budget=60.0, looks=[9], max_rounds=1)
+    measured.run_round(pair)  # type: ignore[arg-type]
+    assert len(measured.arms[0].blocks) == 9
+    assert len(measured.arms[0].evaluations) == evaluations
+
+
 def test_measurement_whose_budget_turns_out_too_small_for_a_second_round_spends_it_on_the_first(monkeypatch):
     pair = SlowToBuild()
     monkeypatch.setattr("hasten.benchmarking.measurement.time", pair)
-    measured = measurement(budget=16.0, looks=[6, 9, 14])
+    measured = measurement(budget=40.0, looks=[6, 9, 14])
     measured.run_round(pair)  # type: ignore[arg-type]
     assert measured.is_over and measured.rounds == 1
-    assert len(measured.arms[0].blocks) == 13, "16 s less 3 s; three pairs would have been a round of several"
+    assert len(measured.arms[0].blocks) == 14, "three pairs would have been a round of several"
 
 
 @pytest.mark.parametrize("measure", ["compare", "profile", "estimate"])

@@ -18,7 +18,7 @@ from hasten.tuning.candidates import Candidates, MethodSelection, candidates_for
 from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding, frontier, recommended
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import Study
-from hasten.tuning.systems import Incumbents, confirm_speed
+from hasten.tuning.systems import Incumbents, confirm_speed, try_compositions
 from hasten.tuning.systems_stage import find_strong_baseline
 from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.tune import BUDGET_RUNS, _correct_estimate
@@ -258,3 +258,13 @@ def test_confirm_speed_checks_exactness_first_since_a_check_that_the_budget_ends
     refuted = Planted(refuted=("num_threads:count=2",))
     assert confirm_speed(refuted, [Recipe(), recipe], SAMPLES, 5.0) is None
     assert [kind for kind, _ in refuted.asked] == ["exactness"]
+
+
+def test_compositions_leave_out_methods_that_had_no_effect_in_an_earlier_one():
+    study = Planted(faster={"num_threads:count=2": 2.0, "flush_denormals": 1.5}, without_effect=("fused_optimizer",))
+    both = [Recipe.parse("fused_optimizer+num_threads:count=2"), Recipe.parse("flush_denormals+fused_optimizer")]
+    try_compositions(study, incumbents := Incumbents(), both, SAMPLES, 5.0)
+    assert str(incumbents.best) == "flush_denormals + num_threads:count=2"
+    assert [what for what in study.kinds("speed") if "fused_optimizer" in what] == [
+        "fused_optimizer + num_threads:count=2 against baseline"
+    ]

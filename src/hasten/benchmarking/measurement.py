@@ -227,15 +227,16 @@ class Measurement:
     def _plan_blocks(self, setup: float) -> None:
         """Before the first block: how many pairs a round has, and whether the budget allows more than one round."""
         self.began = time.monotonic()
-        left, shortest = self._left(), MIN_PAIRS * self.pair_seconds
-        self.is_single = self.max_rounds == 1 or left < shortest + self._shortest_round(setup)
+        left = self._left()
+        affordable = int((left / self.min_rounds / SLACK - setup) / self.pair_seconds)
+        # two short rounds would know less than a single one: the spread of two is hardly known
+        self.is_single = self.max_rounds == 1 or affordable < MIN_PAIRS
         if self.is_single:
             self.most_pairs = self.looks[-1]
             self.look_count = 1 + sum(pairs < left / self.pair_seconds for pairs in self.looks[:-1])
         else:
             self.look_count = 1  # until it is known how many rounds there are
-            affordable = int((left / self.min_rounds / SLACK - setup) / self.pair_seconds)
-            self.most_pairs = min(self.looks[0], max(MIN_PAIRS, affordable))
+            self.most_pairs = min(self.looks[0], affordable)
 
     def _plan_rounds(self, setup: float) -> None:
         """After the first round it is known how many the budget should allow; the error is divided among their looks.

@@ -81,9 +81,11 @@ def try_compositions(
 ) -> None:
     """Tries whole recipes, such as those that won elsewhere, so that a search begins with a good one.
 
-    A recipe that fails since some of its methods have no effect here is tried again without them.
+    Methods that had no effect here in an earlier trial are left out; a recipe that fails since some of its methods have
+    none is tried again without them.
     """
-    for recipe in recipes:
+    for one in recipes:
+        recipe = one.drop(*without_effect(study, one))
         while (merged := merge(incumbents.best, recipe)) != incumbents.best and not conflict_reason(merged):
             if accepted := _try_recipe(study, incumbents.best, merged, str(recipe), samples, seconds):
                 incumbents.push(*accepted)
@@ -94,9 +96,13 @@ def try_compositions(
 
 
 def without_effect(study: Study, recipe: Recipe) -> list[str]:
-    """The methods of a recipe for which its trial, the last one, has failed since they have no effect."""
-    why = study.trials[-1]["why"] if study.trials else ""
-    return [name for name in recipe.methods if f"{name} {NO_EFFECT}" in why]
+    """The methods of a recipe that had no effect in a trial so far, with the options that they have in it."""
+
+    def had_none(name: str, options: dict[str, Any]) -> bool:
+        member, reason = str(Recipe({name: options})), f"{name} {NO_EFFECT}"
+        return any(reason in trial["why"] and member in trial["what"].split(" + ") for trial in study.trials)
+
+    return [name for name, options in recipe.methods.items() if had_none(name, options)]
 
 
 def search_systems(

@@ -42,7 +42,7 @@ SHORT_RUNS = 14.0  # the length of a shorter training is the budget left, divide
 MIN_SHORT_RUN_S = 2.0  # a shorter training says nothing
 MAX_COMPOSITIONS = 2
 SEARCH_COMPARISONS = 5.0  # with fewer in the budget there is no search: the best guess is measured
-MANY_COMPARISONS = 15.0  # with fewer, methods that need no choice are tried together before each is tried alone
+MANY_COMPARISONS = 40.0  # with fewer, methods that need no choice are tried together before each is tried alone
 GUESSES = 3
 PROCESS_START_S = 0.5
 
