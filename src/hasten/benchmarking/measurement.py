@@ -117,7 +117,7 @@ class Measurement:
         else:
             self._time_blocks(pair)
             if not (self.is_single or self.out_of_budget) and self.rounds == 1 and not self._fits_another(setup):
-                self._go_on_alone(pair)
+                self._extend_first_round(pair)
         for arm, peaks in zip(self.arms, pair.peak_memory(), strict=True):
             arm.note_peak_memory(peaks)
         if self.rounds == 1 and not self.is_single:
@@ -204,7 +204,7 @@ class Measurement:
             if self.out_of_budget or (self.is_single and pairs in self.looks and self._judge() != UNSURE):
                 return
 
-    def _go_on_alone(self, pair: Pair) -> None:
+    def _extend_first_round(self, pair: Pair) -> None:
         """Spends the rest of the budget on the first round, since no other one fits into it."""
         self.is_single, self.most_pairs = True, self.looks[-1]
         pairs = len(self.arms[0].blocks)
