@@ -20,6 +20,9 @@ import torch
 from hasten.hosts.inside.sites import HIDDEN
 
 INTERVAL_S = 0.005  # between two samples of the stack
+# For which the training thread keeps the interpreter once the sampler waits for it. By default 5 ms: a function of pure
+# Python that takes less would never be seen, and each sample be of the call into torch that comes after it.
+SWITCH_INTERVAL_S = 1e-4
 READS = {  # attribute of torch.Tensor -> how a script writes the call
     "item": ".item()",
     "tolist": ".tolist()",
@@ -56,11 +59,14 @@ class CodeObserver:
         self.synchronize = torch.cuda.synchronize
         torch.cuda.synchronize = self._timed(self.synchronize, "torch.cuda.synchronize()")
         self.thread, self.stopped = threading.get_ident(), threading.Event()
+        self.switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         threading.Thread(target=self._sample, name="hasten-sampler", daemon=True).start()
 
     def stop(self, steps: int) -> dict[str, Any]:
         """``synchronizations`` and ``functions`` of the ``steps`` that were watched, as ``DiagnoseResult`` has them."""
         self.stopped.set()
+        sys.setswitchinterval(self.switch_interval)
         torch.cuda.synchronize = self.synchronize
         for name, own in self.own.items():
             if own is None:
