@@ -1,0 +1,119 @@
+"""When a comparison is over, and what it spends its budget on, with planted blocks."""
+
+import pytest
+
+from hasten.benchmarking.measurement import ArmSamples, Measurement
+from hasten.core.progress import no_progress
+from hasten.core.recipe import Recipe
+
+
+def measurement(**limits) -> Measurement:
+    arms = ArmSamples(Recipe()), ArmSamples(Recipe())
+    known = {"budget": 60.0, "min_rounds": 3, "max_rounds": 16, "looks": [6, 9], "longest": 240.0, "start_step": 0}
+    return Measurement(arms, **{**known, "later_seconds": 0.0, "on_progress": no_progress, **limits})
+
+
+def add_blocks(measured: Measurement, pairs: int) -> None:
+    """Adds a round of ``pairs`` pairs of blocks."""
+    measured.rounds += 1
+    for arm in measured.arms:
+        arm.blocks += [
+            {"seconds": 0.3 + 0.01 * index, "samples": 8, "round": measured.rounds} for index in range(pairs)
+        ]
+
+
+@pytest.mark.parametrize(("seconds", "needed"), [(None, True), (0.1, True), (0.5, False)])
+def test_measurement_times_long_evaluations_in_the_first_round_only(seconds, needed):
+    measured = measurement()
+    assert measured.needs_evaluations()
+    measured.arms[0].plan["evaluation"] = measured.arms[1].plan["evaluation"] = seconds
+    measured.rounds = 1
+    assert measured.needs_evaluations() is needed
+
+
+@pytest.mark.parametrize(
+    ("rounds", "kept"), [([2], None), ([3], 1), ([6, 0], 1), ([6, 2], 1), ([6, 3], 2), ([6, 6, 1], 2)]
+)
+def test_measurement_that_ends_early_keeps_whole_rounds(rounds, kept):
+    measured = measurement()
+    measured.look_count = 3
+    for pairs in rounds:
+        add_blocks(measured, pairs)
+    assert measured.end_now() is (kept is not None)
+    if kept:
+        assert measured.rounds == kept and len(measured.arms[0].blocks) == sum(rounds[:kept])
+        assert measured.ratio.low < 1 < measured.ratio.high
+
+
+@pytest.mark.parametrize(
+    ("budget", "setup", "pair_seconds", "is_single", "pairs"),
+    [
+        (60.0, 2.0, 0.6, False, 6),
+        (24.0, 4.0, 0.8, False, 3),  # three rounds of 4 + 3 x 0.8 s, and 20 % more
+        (5.0, 8.0, 0.6, True, 9),  # no second round
+        (60.0, 4.0, 20.0, True, 9),
+    ],
+)
+def test_measurement_plans_rounds_that_the_budget_allows(budget, setup, pair_seconds, is_single, pairs):
+    measured = measurement(budget=budget)
+    measured.pair_seconds = pair_seconds
+    measured._plan_blocks(setup)
+    assert (measured.is_single, measured.most_pairs) == (is_single, pairs)
+
+
+class SlowToBuild:
+    """A pair of arms that took 9 s to build; the clock goes on by 1 s for each pair of blocks, whose ratio is restless.
+
+    The first pair takes 20 s.
+    """
+
+    build_seconds, positions = 9.0, (0.0, 0.0)
+    plans = tuple(
+        dict.fromkeys(("evaluation", "evaluate_every", "samples_per_epoch", "steps"))
+        | {"step": 0.05, "samples_per_step": 1, "sync_period": 1, "warmup_steps": 0}
+        for _ in range(2)
+    )
+
+    def __init__(self, until_evaluation: float | None = None):
+        self.now, self.blocks, self.until_evaluation = 0.0, 0, until_evaluation
+        if until_evaluation is not None:  # one of 0.1 s after each block of 6 samples
+            self.plans = tuple(plan | {"evaluation": 0.1, "evaluate_every": 6} for plan in self.plans)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def run_to(self, position: float) -> None:
+        pass
+
+    def time_blocks(self, samples: float, order: tuple[int, int]) -> list[dict[str, float]]:
+        self.blocks += 1
+        self.now += 20.0 if self.blocks == 1 else 1.0
+        return [{"seconds": 0.24 + 0.12 * (self.blocks % 2), "samples": samples}, {"seconds": 0.3, "samples": samples}]
+
+    def time_evaluations(self, order: tuple[int, int]) -> list[float]:
+        self.now += self.until_evaluation or 0.0
+        return [0.1, 0.1]
+
+    def peak_memory(self) -> list[list]:
+        return [[], []]
+
+
+@pytest.mark.parametrize(("until_evaluation", "evaluations"), [(0.2, 8), (5.0, 2)])
+def test_measurement_times_few_evaluations_where_an_arm_trains_until_they_come(
+    monkeypatch, until_evaluation, evaluations
+):
+    pair = SlowToBuild(until_evaluation)
+    monkeypatch.setattr("hasten.benchmarking.measurement.time", pair)
+    measured = measurement(budget=60.0, looks=[9], max_rounds=1)
+    measured.run_round(pair)  # type: ignore[arg-type]
+    assert len(measured.arms[0].blocks) == 9
+    assert len(measured.arms[0].evaluations) == evaluations
+
+
+def test_measurement_whose_budget_turns_out_too_small_for_a_second_round_spends_it_on_the_first(monkeypatch):
+    pair = SlowToBuild()
+    monkeypatch.setattr("hasten.benchmarking.measurement.time", pair)
+    measured = measurement(budget=40.0, looks=[6, 9, 14])
+    measured.run_round(pair)  # type: ignore[arg-type]
+    assert measured.is_over and measured.rounds == 1
+    assert len(measured.arms[0].blocks) == 14, "three pairs would have been a round of several"
