@@ -389,4 +389,4 @@ def test_comparison_to_json_is_read_back_without_a_loss():
     assert read["cpu_ratio"] == {"median": 1.0, "low": None, "high": None}
     assert written["rounds"] == 2
     assert written["losses"] == {"samples": [90], "a": [2.5], "b": [2.5]}
-    assert written["seconds_per_1000_samples"]["a"] == pytest.approx(1000 * (0.4 / 40 + 0.15 / 64))
+    assert written["seconds_per_1000_samples"]["a"] == pytest.approx(1000 * (0.4 / 40 + 0.1 / 64))

@@ -37,6 +37,7 @@ from hasten.utils.keras_models import is_keras_dropout, modules_of, variables_be
 from hasten.utils.rng import preserve_rng_state
 
 GRADIENT_BATCHES = 3
+STEPS = 30  # of each arm at most
 MIN_STEPS = 3  # after one step of Adam every rescaling of the gradients is invisible
 EVALUATION_INTERVAL = "samples between evaluations"  # key of EquivalenceRun.plan
 

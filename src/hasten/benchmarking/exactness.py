@@ -34,6 +34,7 @@ import torch
 
 from hasten._torch_compat import is_out_of_memory
 from hasten.benchmarking.equivalence_runs import (
+    STEPS,
     EquivalenceCase,
     EquivalenceRun,
     RunConditions,
@@ -98,7 +99,7 @@ def check_exactness(
     *,
     device: str | None = None,
     seed: int = 0,
-    steps: int = 30,
+    steps: int = STEPS,
     seconds: float = 60.0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> ExactnessCheck:

@@ -7,7 +7,7 @@ spread of the rounds decides how much is known, and not only that of the blocks.
 import math
 import time
 from dataclasses import dataclass, field
-from statistics import fmean, median_high
+from statistics import fmean, median_high, median_low
 from typing import Any
 
 from hasten.benchmarking.blocks import (
@@ -68,7 +68,9 @@ class ArmSamples:
         return [block["cpu"] / block["samples"] for block in self.blocks]
 
     def evaluation_seconds_per_sample(self) -> float:
-        return evaluation_seconds_per_sample(self.plan, fmean(self.evaluations) if self.evaluations else None)
+        # the first evaluation of a process may be slower than the others: of two, the faster one counts
+        seconds = median_low(self.evaluations) if self.evaluations else self.plan.get("evaluation_seen")
+        return evaluation_seconds_per_sample(self.plan, seconds)
 
     def evaluation_ratio(self) -> float:
         """Seconds of evaluation per second of training steps, for this arm in a whole run."""
@@ -174,8 +176,9 @@ class Measurement:
     def _inspect(self, pair: Pair) -> None:
         """Reads the plans of the arms: length and fairness of blocks, where they begin, whether there is a later."""
         self.block_samples = block_samples(pair.plans)
+        seen = pair.plans[0].get("evaluation_seen")
         for arm, plan in zip(self.arms, pair.plans, strict=True):
-            arm.plan = plan
+            arm.plan = {**plan, "evaluation_seen": seen}  # the same for both, where no evaluation is timed
             check_blocks_are_fair(arm.recipe, plan, round(self.block_samples / plan["samples_per_step"]), self.longest)
         plan = self.arms[0].plan
         self.start = max(self.start_step * plan["samples_per_step"], *pair.positions)
@@ -201,22 +204,34 @@ class Measurement:
             self.pair_seconds = (time.monotonic() - began) / (pairs - before)
             self._report()
             self.out_of_budget = pairs >= MIN_PAIRS and self._left() < self.pair_seconds
-            if self.out_of_budget or (self.is_single and pairs in self.looks and self._judge() != UNSURE):
+            if self.out_of_budget or (self.is_single and pairs in self.looks and self._is_decided()):
                 return
 
     def _extend_first_round(self, pair: Pair) -> None:
         """Spends the rest of the budget on the first round, since no other one fits into it."""
         self.is_single, self.most_pairs = True, self.looks[-1]
         pairs = len(self.arms[0].blocks)
-        affordable = pairs + self._left() / self.pair_seconds
+        seconds = sum(block["seconds"] for arm in self.arms for block in arm.blocks) / pairs  # without evaluations
+        affordable = pairs + self._left() / seconds
         self.look_count = 1 + sum(pairs <= look < affordable for look in self.looks[:-1])
-        if pairs not in self.looks or self._judge() == UNSURE:
+        if pairs not in self.looks or not self._is_decided():
             self._time_blocks(pair)
+
+    def _is_decided(self) -> bool:
+        """Whether a look at a single round ends it early. What stands for several rounds, and is reported, has to be
+        beyond doubt: a ratio that is taken at its first sure look is too large on average.
+        """
+        return self._judge() != UNSURE and (self.max_rounds == 1 or self._is_beyond_doubt())
+
+    def _is_beyond_doubt(self) -> bool:
+        low, high = self.ratio.low, self.ratio.high
+        return max(low, 1 / high) > BEYOND_DOUBT and high / low < NARROW
 
     def _time_sequentially(self, pair: SequentialPair) -> None:
         """Times the blocks of a round of arms that are built one after the other; their evaluations while building."""
         began = time.monotonic()
-        pairs = min(self.most_pairs, max(MIN_PAIRS, int(self._left() / self.pair_seconds)))
+        left = self._left() - self.build_seconds  # of the second arm
+        pairs = min(self.most_pairs, max(MIN_PAIRS, int(left / self.pair_seconds)))
         for arm, plan, blocks in zip(self.arms, pair.plans, pair.time_round(self.block_samples, pairs), strict=True):
             arm.blocks += [{**block, "round": self.rounds} for block in blocks]
             if plan["evaluation"] is not None:
@@ -226,17 +241,19 @@ class Measurement:
 
     def _plan_blocks(self, setup: float) -> None:
         """Before the first block: how many pairs a round has, and whether the budget allows more than one round."""
-        self.began = time.monotonic()
+        self.began, self.build_seconds = time.monotonic(), setup / 2
         left = self._left()
         affordable = int((left / self.min_rounds / SLACK - setup) / self.pair_seconds)
-        # two short rounds would know less than a single one: the spread of two is hardly known
-        self.is_single = self.max_rounds == 1 or affordable < MIN_PAIRS
+        # two short rounds would know less than a single one: the spread of two is hardly known. But where one arm runs
+        # after the other, a drift of the machine cancels only in a second round, in which the other one is first
+        needs_two = self.is_sequential and left >= MIN_PAIRS * self.pair_seconds + self._shortest_round(setup)
+        self.is_single = self.max_rounds == 1 or (affordable < MIN_PAIRS and not needs_two)
         if self.is_single:
             self.most_pairs = self.looks[-1]
             self.look_count = 1 + sum(pairs < left / self.pair_seconds for pairs in self.looks[:-1])
         else:
             self.look_count = 1  # until it is known how many rounds there are
-            self.most_pairs = min(self.looks[0], affordable)
+            self.most_pairs = min(self.looks[0], max(MIN_PAIRS, affordable))
 
     def _plan_rounds(self, setup: float) -> None:
         """After the first round it is known how many the budget should allow; the error is divided among their looks.
@@ -262,9 +279,7 @@ class Measurement:
             self.out_of_budget |= self.rounds < self.max_rounds
             self._judge()
         elif self.rounds in ROUND_LOOKS and self.rounds < self.last_round and self._judge() != UNSURE:
-            low, high = self.ratio.low, self.ratio.high
-            beyond_doubt = max(low, 1 / high) > BEYOND_DOUBT and high / low < NARROW
-            self.is_over = beyond_doubt or self.rounds >= self.min_rounds
+            self.is_over = self._is_beyond_doubt() or self.rounds >= self.min_rounds
 
     def _judge(self) -> str:
         """Sets and returns the verdict from all rounds, with the error of one look."""
@@ -283,10 +298,11 @@ class Measurement:
     def _with_evaluations(self, steps: Ratio) -> Ratio:
         """The ratio of whole runs, from that of the training steps and the timed evaluations."""
         a, b = self.arms
-        if not a.evaluations:
+        if not (a.evaluations or a.plan.get("evaluation_seen")):
             return steps
+        count = max(1, len(a.evaluations))
         spreads = [max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) for arm in self.arms]
-        errors = [math.hypot(each / math.sqrt(len(a.evaluations)), PROCESS_SPREAD / math.sqrt(2)) for each in spreads]
+        errors = [math.hypot(each / math.sqrt(count), PROCESS_SPREAD / math.sqrt(2)) for each in spreads]
         shares = a.evaluation_ratio(), b.evaluation_ratio()
         return with_evaluations(steps, shares, errors, degrees_of_rounds(self.rounds), self._error())
 

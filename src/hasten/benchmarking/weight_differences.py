@@ -13,15 +13,23 @@ Tensors = Mapping[str, torch.Tensor]
 def relative_difference(a: Tensors, b: Tensors) -> float:
     """Norm of the difference of all floating-point weights over the norm of ``a``; infinite if their numbers differ.
 
-    ``a`` and ``b`` map the name of a weight to its values; weights are paired in the order of their names.
+    ``a`` and ``b`` map the name of a weight to its values; weights are paired in the order of their names. NaN, which
+    is below no limit, if there are none to compare.
     """
     one, other = flatten(a), flatten(b)
+    if not one.numel():
+        return math.nan
     return (one - other).norm().item() / (one.norm().item() or 1.0) if one.shape == other.shape else math.inf
 
 
 def flatten(weights: Tensors) -> torch.Tensor:
-    """All floating-point weights as one vector: float64, shape (number of values,), in the order of their names."""
-    values = [value.double().flatten() for _, value in sorted(weights.items()) if value.is_floating_point()]
+    """All floating-point weights as one vector: float64, shape (number of values,), in the order of their names.
+
+    A complex value counts as two.
+    """
+    ordered = [value for _, value in sorted(weights.items())]
+    parts = [torch.view_as_real(value.resolve_conj()) if value.is_complex() else value for value in ordered]
+    values = [value.double().flatten() for value in parts if value.is_floating_point()]
     return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
 
 

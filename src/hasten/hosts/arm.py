@@ -16,6 +16,7 @@ from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.memory import MemoryPeak
+from hasten.hosts.exactness import CHECK_RUNS
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import changed_numbers, known_sites, remember
@@ -126,6 +127,8 @@ class ScriptArm:
             "sync_period": 1,
             "warmup_steps": 0,
             "evaluation": evaluation,
+            "evaluation_seen": known.get("evaluation_seconds") if every else None,
+            "check_runs": CHECK_RUNS,
             "samples_per_epoch": length and length * self.samples_per_step,
             "batch_size": self.samples_per_step,
             "samples": self.position,

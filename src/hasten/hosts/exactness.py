@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.benchmarking.equivalence_runs import RunConditions
+from hasten.benchmarking.equivalence_runs import STEPS, RunConditions
 from hasten.benchmarking.fork_server import DeadlineError
 from hasten.benchmarking.weight_differences import relative_difference, worst_gradient
 from hasten.core.card import Card, Exactness, WrapOrder
@@ -44,7 +44,8 @@ from hasten.hosts.site_map import changed_numbers, device_of, known_sites
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
-STEPS, GRADIENT_STEPS = 30, 5
+GRADIENT_STEPS = 5
+CHECK_RUNS = 4  # of a first check: two of the script as it is, one of each recipe; later ones make one or two
 MAX_DIFFERENCE = 1e-10  # relative, in float64
 MIN_GRADIENT_DB = 20.0
 ROUNDING_FACTOR = 10.0  # times the distance that one rounding of all weights grows to: still the same formula

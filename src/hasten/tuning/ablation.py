@@ -5,12 +5,13 @@ from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
+from hasten.benchmarking.measurement import NARROW
 from hasten.benchmarking.ratio import UNSURE
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.study import Study, exactness_of
-from hasten.tuning.systems import LONGER, PROMISING_GAIN, Incumbents, whole_run_ratio
+from hasten.tuning.systems import LONGER, MIN_GAIN, PROMISING_GAIN, Incumbents, whole_run_ratio
 from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import FEWER_SAMPLES, Baseline, seconds_of
 
@@ -21,7 +22,9 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
     """Removes members without a proven contribution from the best recipe: [{method, speedup}] of the rest.
 
     The member of least contribution leaves first, and the others are measured again. A member stays if the recipe is
-    surely faster with it, or ends better by the margin.
+    surely faster with it, or ends better by the margin. Without a ``baseline``, where all members keep the numbers and
+    the recipe is known to be faster as a whole, it is enough that the recipe is probably faster with it: what it saves
+    may be less than one comparison can prove.
 
     Args:
         study: what measures.
@@ -32,8 +35,7 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
     found: list[dict] = []
     while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best, samples, baseline)):
         found = measured
-        # a single timed run has no interval, and is not enough to decide
-        unproven = [row for row in found if row["speedup"]["low"] is not None and row["speedup"]["low"] <= 1]
+        unproven = [row for row in found if _is_unproven(row["speedup"], is_exact=baseline is None)]
         unproven = [row for row in unproven if not _ends_better(study, incumbents.best, row["method"], baseline)]
         if not unproven:
             break
@@ -43,6 +45,14 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
         study.note(worst["method"], "composition", "left out", why, ratio=share)
         incumbents.push(incumbents.best.drop(worst["method"]))
     return [row for row in found if row["method"] in incumbents.best.methods]
+
+
+def _is_unproven(share: dict[str, Any], is_exact: bool) -> bool:
+    """Whether a share does not justify its member. A single timed run has no interval, and is not enough to decide."""
+    if share["low"] is None or share["low"] > 1:
+        return False
+    is_likely = share["median"] >= MIN_GAIN and share["high"] / share["low"] <= NARROW
+    return not (is_exact and is_likely)
 
 
 def contributions(study: Study, recipe: Recipe, samples: float, baseline: Baseline | None = None) -> list[dict]:

@@ -208,9 +208,11 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
         if not check.get("passed"):
             study.note(str(recipe), "confirmation", *check_verdict(check), seconds=spent)
             continue
-        outcome = study.compare_speed(
-            Recipe(), recipe, looks=SPEED_LOOKS, rounds=ROUNDS, seconds=seconds, salt="confirmation"
-        )
+        how: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "seconds": seconds}
+        outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
+        was_short = outcome.get("verdict") == UNSURE and outcome["seconds"] < seconds < study.budget.left()
+        if was_short:  # it was made within a smaller budget, and is stored
+            outcome = study.compare_speed(Recipe(), recipe, **how, salt=f"confirmation of {seconds:.0f} s")
         spent, ratio, why = spent + outcome["trial_seconds"], outcome.get("ratio"), check["why"]
         if failed := outcome.get("failed"):
             study.note(str(recipe), "confirmation", failure_verdict(failed), failed, seconds=spent)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hasten.benchmarking.arm import warm_up_steps
 from hasten.benchmarking.blocks import MIN_PAIRS, block_steps
+from hasten.benchmarking.equivalence_runs import STEPS as CHECKED_STEPS
 from hasten.benchmarking.ratio import SLOWER, Ratio
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
@@ -14,13 +15,13 @@ from hasten.engine.effects import NO_EFFECT
 from hasten.engine.environment import cores
 from hasten.engine.registry import drop_distributed
 from hasten.tuning.ablation import leave_one_out
+from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.candidates import Candidates, strong_baselines
 from hasten.tuning.experience import compositions, exact_part, gpu_compositions
 from hasten.tuning.finding import ESTIMATED, EXACT, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
 from hasten.tuning.systems import (
-    ROUNDS,
     Candidate,
     confirm_speed,
     conflict_reason,
@@ -34,6 +35,7 @@ from hasten.utils.durations import duration_option, format_duration
 SYSTEMS_SHARE = 0.35  # of the budget left, if whole trainings fit into the rest
 SYSTEMS_SHARE_OF_LONG = 0.75  # if they do not
 EXACT_SHARE = 0.8  # of the budget of the systems stage, for the search among exact methods
+COMPARISON_S = (5.0, 30.0)  # least and most seconds of a comparison that is reported
 SCREENING_S = (2.0, 8.0)  # least and most seconds of a comparison
 ONE_PROCESS_SHARE = 0.2  # of the budget, for the comparison with one process
 BASELINE_RUNS, TUNED_RUNS = 3.0, 4.0  # whole runs of its training stage at least; without the time, runs are shorter
@@ -59,7 +61,7 @@ def find_systems(
     share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
     share = share if is_followed else 1.0
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
-    exact, lower = _by_exactness(state.candidates)
+    exact, lower = _by_exactness(state.candidates, state.level)
     experienced = _exact_compositions(study, state)
     if budget.left() < MANY_COMPARISONS * comparison_seconds(plan) and not state.candidates.is_restricted:
         experienced = [*_together(exact), *experienced]
@@ -76,9 +78,10 @@ def find_systems(
             state.contributions = leave_one_out(study, state.incumbents, samples)
             state.ablated = state.incumbents.best
     with budget.part(1.0):  # a trial may have taken more than the share, and what was found must not be lost
-        _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds))
+        seconds_to_confirm = seconds if lower or share < 1 else _all_seconds(study, plan, seconds)
+        _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds_to_confirm))
         save()
-    if state.level != EXACT and lower:
+    if lower:
         before = len(state.incumbents.recipes)
         rest = budget.part(max(0.0, 1 - withheld / max(budget.left(), 1e-9)))
         with rest, budget.reserve(seconds + _confirmation_overhead(plan)), _keep_unconfirmed(state):
@@ -87,7 +90,8 @@ def find_systems(
                 try_compositions(study, state.incumbents, together, samples, screening)
             search_systems(study, state.incumbents, lower, samples, screening)
         with budget.part(1.0):
-            _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds))
+            seconds_to_confirm = seconds if share < 1 else _all_seconds(study, plan, seconds)
+            _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds_to_confirm))
             save()
     if budget.exhausted:
         note_not_tried(study, "systems", [*exact, *lower])
@@ -111,10 +115,10 @@ def _add(state: SearchState, found: Finding | None) -> None:
         state.findings.append(found)
 
 
-def _by_exactness(candidates: Candidates) -> tuple[list, list]:
-    """(exact candidates, candidates of lower precision)."""
+def _by_exactness(candidates: Candidates, level: str) -> tuple[list, list]:
+    """(exact candidates, candidates of lower precision, if the level of the search allows any)."""
     lower = [item for item in candidates.systems if item.card.exactness is Exactness.REDUCED_PRECISION]
-    return [item for item in candidates.systems if item not in lower], lower
+    return [item for item in candidates.systems if item not in lower], [] if level == EXACT else lower
 
 
 def experience_of(study: Study, state: SearchState) -> list[Recipe]:
@@ -161,13 +165,21 @@ def samples_of(plan: dict[str, Any]) -> float:
 
 
 def _confirmation_overhead(plan: dict[str, Any]) -> float:
-    """Seconds that a confirmation takes besides its blocks: it builds pairs of processes, and checks the exactness."""
-    return 2 * ROUNDS[0] * _seconds_to_build(plan) + _check_seconds(plan)
+    """Seconds that a confirmation takes besides its rounds: it builds the first pair, and checks the exactness."""
+    return 2 * _seconds_to_build(plan) + _check_seconds(plan)
 
 
 def _check_seconds(plan: dict[str, Any]) -> float:
-    """Seconds that a check of exactness takes at least, with both of its arms."""
-    return 2 * _seconds_to_build(plan) + min(CHECK_SECONDS, CHECK_STEPS * plan["step"])
+    """Seconds that a check of exactness takes, with all of its runs."""
+    if "check_runs" in plan:  # a script, whose runs are not cut short
+        return plan["check_runs"] * (PROCESS_START_S + plan["start"] + CHECKED_STEPS * plan["step"])
+    steps = min(2 * CHECKED_STEPS * plan["step"], max(CHECK_SECONDS, CHECK_STEPS * plan["step"]))
+    return 2 * _seconds_to_build(plan) + steps
+
+
+def _all_seconds(study: Study, plan: dict[str, Any], least: float) -> float:
+    """Seconds for a confirmation that nothing follows: the rest of the budget, within the limits of COMPARISON_S."""
+    return min(max(least, study.budget.left() - _confirmation_overhead(plan)), COMPARISON_S[1])
 
 
 def _seconds_to_build(plan: dict[str, Any]) -> float:
@@ -177,8 +189,7 @@ def _seconds_to_build(plan: dict[str, Any]) -> float:
 
 def comparison_seconds(plan: dict[str, Any]) -> float:
     """Seconds that a comparison of two recipes takes at least, with the check of their exactness."""
-    blocks = 2 * MIN_PAIRS * block_steps(plan) * plan["step"]
-    return 2 * _seconds_to_build(plan) + blocks + min(CHECK_SECONDS, CHECK_STEPS * plan["step"])
+    return 2 * _seconds_to_build(plan) + 2 * MIN_PAIRS * block_steps(plan) * plan["step"] + _check_seconds(plan)
 
 
 def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], save: Callable[[], Any]) -> None:
@@ -186,29 +197,35 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
 
     A recipe that no search has picked needs no second measurement: its comparison is the confirmation.
     """
-    samples, needed = samples_of(plan), comparison_seconds(plan)
+    samples, needed, tried = samples_of(plan), comparison_seconds(plan), list[Recipe]()
     guesses = deque(_guesses(study, state))
     while guesses:
-        recipe = guesses.popleft()
-        if study.budget.left() < needed:
-            total = study.budget.spent + GUESSES * needed
+        guess = guesses.popleft()
+        recipe = guess.drop(*without_effect(study, guess))
+        if not recipe or recipe in tried:
+            continue
+        total = study.budget.spent + GUESSES * needed
+        try:
+            if study.budget.left() < needed:
+                raise OutOfBudgetError
+            found = confirm_speed(study, [recipe], samples, _all_seconds(study, plan, state.comparison_seconds))
+        except OutOfBudgetError:
             why = f"a comparison takes about {format_duration(needed)}; give about --budget {duration_option(total)}"
             if not any(trial["stage"] == "confirmation" and trial.get("ratio") for trial in study.trials):
                 state.too_small = f"the budget allows no comparison: {why}"
             return study.note(str(recipe), "systems", "not tried", why)
-        found = confirm_speed(study, [recipe], samples, state.comparison_seconds)
         _add(state, found)
         save()
         if found and found.is_surely_faster:
             return None
-        if (able := recipe.drop(*without_effect(study, recipe))) and able != recipe:
-            guesses.appendleft(able)
+        tried.append(recipe)
+        guesses.appendleft(guess)  # without its methods that turned out to have no effect
     return None
 
 
 def _guesses(study: Study, state: SearchState) -> list[Recipe]:
     """Exact recipes worth a comparison: the methods that need no choice, what made similar tasks faster, methods."""
-    exact, _ = _by_exactness(state.candidates)
+    exact, _ = _by_exactness(state.candidates, state.level)
     singles = [Recipe({item.name: item.presets[0]}) for item in exact if item.presets]
     together = [] if state.candidates.is_restricted else _together(exact)
     return [*together, *_exact_compositions(study, state), *singles][:GUESSES]

@@ -37,7 +37,7 @@ from hasten.tuning.continuation import earlier_findings, finish_earlier
 from hasten.tuning.finding import DEFAULT_LEVEL, EXACT, LEVELS, PRECISION
 from hasten.tuning.result import SearchState, result_of, write
 from hasten.tuning.study import Study
-from hasten.tuning.systems_stage import find_systems
+from hasten.tuning.systems_stage import COMPARISON_S, find_systems
 from hasten.tuning.training_stage import find_training
 from hasten.tuning.trial import FirstSteps
 from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore
@@ -47,7 +47,6 @@ BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 12, 60.0, 2400.0  # runs of the task t
 DIAGNOSIS_SHARE, MAX_DIAGNOSIS_S = 1 / 10, 40.0
 CHANGED_ESTIMATE = 1.2  # ratio of two estimates of a run, from which on the later one counts
 DIAGNOSIS_STEPS, MIN_DIAGNOSIS_S = 10, 6.0  # steps of a diagnosis at least, and seconds that they may always take
-COMPARISON_S = (5.0, 30.0)  # least and most seconds of a comparison that is reported
 # the timeout is the largest of: seconds, share of the budget, runs of the task
 MIN_TIMEOUT_S, TIMEOUT_FRACTION, TIMEOUT_RUNS = 30.0, 1 / 8, 2.0
 
