@@ -1,5 +1,7 @@
 """When a comparison is over, and what it spends its budget on, with planted blocks."""
 
+from typing import Any
+
 import pytest
 
 from hasten.benchmarking.measurement import ArmSamples, Measurement
@@ -117,3 +119,66 @@ def test_measurement_whose_budget_turns_out_too_small_for_a_second_round_spends_
     measured.run_round(pair)  # type: ignore[arg-type]
     assert measured.is_over and measured.rounds == 1
     assert len(measured.arms[0].blocks) == 14, "three pairs would have been a round of several"
+
+
+@pytest.mark.parametrize(("max_rounds", "pairs"), [(1, 6), (8, 14)])
+def test_single_round_that_stands_for_several_ends_early_only_beyond_doubt(max_rounds, pairs):
+    """Sure after 6 pairs of 1.15x: enough for a search, not for what is reported."""
+    measured = measurement(budget=3.0, max_rounds=max_rounds, looks=[6, 9, 14])
+    pair = Steady(1.15)
+    measured.run_round(pair)  # type: ignore[arg-type]
+    assert measured.is_over and measured.verdict == "faster"
+    assert len(measured.arms[0].blocks) == pairs
+
+
+def test_single_round_beyond_doubt_ends_at_the_first_look():
+    measured = measurement(budget=3.0, max_rounds=8, looks=[6, 9, 14])
+    measured.run_round(Steady(2.0))  # type: ignore[arg-type]
+    assert len(measured.arms[0].blocks) == 6 and measured.ratio.low > 1.25
+
+
+class Steady(SlowToBuild):
+    """A pair of arms of which the second is faster by a factor, and too slow to build for a second round."""
+
+    def __init__(self, faster: float):
+        super().__init__()
+        self.faster, self.evaluations = faster, list[float]()
+
+    def time_blocks(self, samples: float, order: tuple[int, int]) -> list[dict[str, Any]]:
+        of_block: dict[str, Any] = {"samples": samples, "evaluations": self.evaluations}
+        return [{"seconds": 0.3, **of_block}, {"seconds": 0.3 / self.faster, **of_block}]
+
+
+@pytest.mark.parametrize(("budget", "rounds"), [(10.0, 1), (16.0, 2)])
+def test_arms_that_run_one_after_the_other_are_timed_in_both_orders_where_the_budget_allows_it(budget, rounds):
+    measured = measurement(budget=budget)
+    measured.is_sequential, measured.pair_seconds = True, 1.0
+    measured._plan_blocks(8.0)
+    assert measured.is_single == (rounds == 1)
+
+
+def test_evaluations_that_are_not_timed_count_in_both_arms_as_they_were_seen():
+    """A script whose epochs are long: 1 s of evaluation for each second of training, steps twice as fast."""
+    measured = measurement(budget=3.0, max_rounds=1)
+    pair = Steady(2.0)
+    pair.plans = tuple(plan | {"evaluate_every": 20, "evaluation_seen": 1.0} for plan in pair.plans)
+    measured.run_round(pair)  # type: ignore[arg-type]
+    training = measured.arms[0].seconds_per_sample()[0] * 20
+    assert measured.ratio.median == pytest.approx((training + 1.0) / (training / 2 + 1.0), rel=1e-3)
+
+
+@pytest.mark.parametrize(("evaluation", "taken"), [(0.1, 9), (None, 0)])
+def test_evaluations_inside_of_blocks_count_unless_they_come_too_seldom(evaluation, taken):
+    measured, pair = measurement(budget=60.0, looks=[9], max_rounds=1), Steady(2.0)
+    pair.plans = tuple(plan | {"evaluation": evaluation, "evaluate_every": 6} for plan in pair.plans)
+    pair.evaluations = [0.1]
+    measured.run_round(pair)  # type: ignore[arg-type]
+    for arm in measured.arms:
+        assert len(arm.evaluations) - (2 if evaluation else 0) == taken, "two are timed before the first block"
+        assert "evaluations" not in arm.blocks[0]
+
+
+@pytest.mark.parametrize(("evaluations", "counts"), [([20.0, 0.3], 0.3), ([0.3], 0.3), ([0.2, 0.4, 0.3], 0.3)])
+def test_first_evaluation_of_a_process_does_not_stand_for_all(evaluations, counts):
+    arm = ArmSamples(Recipe(), {"evaluate_every": 10, "samples_per_epoch": 10}, evaluations=evaluations)
+    assert arm.evaluation_seconds_per_sample() == pytest.approx(counts / 10)

@@ -15,6 +15,11 @@ def test_relative_difference_is_of_all_floating_point_weights_together():
     assert relative_difference(a, {"w": torch.zeros(1)}) == math.inf
 
 
+def test_relative_difference_sees_complex_weights_and_is_below_no_limit_without_weights():
+    assert relative_difference({"w": torch.tensor([3 + 4j])}, {"w": torch.tensor([3 + 4.5j])}) == pytest.approx(0.1)
+    assert not relative_difference({"steps": torch.tensor(1)}, {"steps": torch.tensor(2)}) < 1e9
+
+
 def test_worst_gradient_names_the_parameter_with_the_lowest_ratio_and_skips_negligible_ones():
     clean = {"w": torch.tensor([10.0]), "b": torch.tensor([1.0]), "zero": torch.tensor([1e-9]), "none": torch.zeros(0)}
     noisy = {"w": torch.tensor([10.1]), "b": torch.tensor([1.1]), "zero": torch.tensor([1e-3])}

@@ -42,6 +42,7 @@ class Planted:
     better: dict[str, float] = field(default_factory=dict)  # change of the final metric
     start: dict[str, float] = field(default_factory=dict)  # start-up seconds
     restless: bool = False  # short comparisons are inconclusive
+    doubt: float = 0.005  # half the width of the intervals of the others, as a fraction
     refuted: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
     spread: float = 0.0005  # standard deviation of the metric, over recipes and seeds
@@ -83,13 +84,11 @@ class Planted:
         if without_effect := set(self.without_effect) & set(_members(b)):
             return {"failed": f"{without_effect.pop().partition(':')[0]} {NO_EFFECT}: planted", "trial_seconds": TRIAL}
         median = self._of(self.faster, b) / self._of(self.faster, a)
-        ratio = (
-            Ratio(median, 0.8 * median, 1.25 * median)
-            if self.restless and not salt
-            else Ratio(median, 0.995 * median, 1.005 * median)
-        )
+        doubt = 0.25 if self.restless and not salt else self.doubt
+        ratio = Ratio(median, median / (1 + doubt), median * (1 + doubt))
         return {
             "verdict": verdict_of(ratio),
+            "seconds": TRIAL,
             "ratio": ratio.to_json(),
             "why": f"{ratio}",
             "seconds_per_1000_samples": {"a": 1 / self._of(self.faster, a), "b": 1 / self._of(self.faster, b)},
@@ -111,6 +110,9 @@ class Planted:
     def step_profile(self, recipe: Recipe) -> dict:
         self._pay("step_profile", str(recipe))
         return {}
+
+    def refusal(self, recipe: Recipe) -> str:
+        return ""
 
     def note(self, what: str, stage: str, verdict: str, why: str, *, ratio=None, seconds: float = 0.0) -> None:
         self.trials.append({"what": what, "stage": stage, "verdict": verdict, "why": why, "seconds": seconds})

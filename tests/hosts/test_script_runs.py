@@ -288,6 +288,13 @@ def test_script_arm_evaluates_again_after_the_script_has_ended():
         assert all(worker.call("evaluate") > 0 for _ in range(6))  # two more than the script has
 
 
+def test_script_arm_reports_the_evaluations_that_come_inside_of_a_block():
+    with arm(script("mnist.py", "--epochs", "4")) as worker:
+        plan = worker.call("build")
+        block = worker.call("train", count=2 * plan["evaluate_every"] // plan["samples_per_step"])
+        assert len(block["evaluations"]) == 2 and 0 < sum(block["evaluations"]) <= block["untimed"] + 1e-6
+
+
 def test_trial_writes_nothing_outside_of_the_working_directory_either(tmp_path, monkeypatch):
     home, other, project = (tmp_path / name for name in ("home", "other", "project"))
     for directory in (home, other, project):

@@ -15,14 +15,19 @@ from hasten.tuning import systems_stage
 from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.candidates import Candidates, MethodSelection, candidates_for, strong_baselines
-from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding, frontier, recommended
+from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding, frontier, recommended
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import Study
-from hasten.tuning.systems import Incumbents, confirm_speed, try_compositions
-from hasten.tuning.systems_stage import find_strong_baseline
+from hasten.tuning.systems import Incumbents, candidate, confirm_speed, try_compositions
+from hasten.tuning.systems_stage import comparison_seconds, find_strong_baseline
 from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.tune import BUDGET_RUNS, _correct_estimate
 from helpers.planted_study import MARGIN, SAMPLES, TARGET, TRIAL, Planted, baseline_of, clipping, frozen, threads
+
+PLAN = {
+    **{"samples_per_epoch": 100, "epochs": 1, "step": 0.01, "start": 0.1, "evaluation": 0.0},
+    **{"sync_period": 1, "samples_per_step": 1},
+}
 
 
 def test_budget_ends_trials_that_would_reach_its_reserve():
@@ -109,6 +114,17 @@ def test_ablation_removes_members_whose_share_is_in_doubt():
     incumbents = Incumbents([Recipe(), recipe])
     assert [share["method"] for share in leave_one_out(study, incumbents, SAMPLES)] == ["num_threads"]
     assert "no proven share" in study.trials[-1]["why"]
+
+
+def test_ablation_keeps_exact_members_that_are_probably_faster_since_together_they_are():
+    recipe = Recipe.coerce(f"{threads(2)} + fused_optimizer")
+    faster = {threads(2): 2.0, "fused_optimizer": 1.04}
+    study, incumbents = Planted(faster=faster, doubt=0.09), Incumbents([Recipe(), recipe])
+    leave_one_out(study, incumbents, SAMPLES)
+    assert incumbents.best == recipe
+    little = Planted(faster=faster | {"fused_optimizer": 1.01}, doubt=0.09)
+    leave_one_out(little, incumbents, SAMPLES)
+    assert str(incumbents.best) == threads(2)
 
 
 def test_ablation_keeps_members_that_end_better_only():
@@ -245,8 +261,7 @@ def test_find_systems_confirms_what_it_found_before_a_trial_overran_the_share_of
 
     monkeypatch.setattr(systems_stage, "search_systems", search)
     monkeypatch.setattr(systems_stage, "confirm_speed", confirm)
-    plan = {"samples_per_epoch": 100, "epochs": 1, "step": 0.01, "start": 0.1, "evaluation": 0.0, "sync_period": 1}
-    systems_stage.find_systems(study, state, plan | {"samples_per_step": 1}, True, lambda: None)
+    systems_stage.find_systems(study, state, PLAN, True, lambda: None)
     assert state.findings == [found] and state.unconfirmed is None
 
 
@@ -258,6 +273,65 @@ def test_confirm_speed_checks_exactness_first_since_a_check_that_the_budget_ends
     refuted = Planted(refuted=("num_threads:count=2",))
     assert confirm_speed(refuted, [Recipe(), recipe], SAMPLES, 5.0) is None
     assert [kind for kind, _ in refuted.asked] == ["exactness"]
+
+
+def test_confirm_speed_repeats_a_stored_comparison_that_a_smaller_budget_left_unsure():
+    study, recipe = Planted(faster={"num_threads:count=2": 1.04}, doubt=0.09), Recipe({"num_threads": {"count": 2}})
+    confirm_speed(study, [recipe], SAMPLES, 1.0)
+    assert len(study.kinds("speed")) == 1
+    confirm_speed(study, [recipe], SAMPLES, 30.0)
+    assert study.kinds("speed")[1:] == ["num_threads:count=2 against baseline, confirmation of 30 s"]
+    study.faster = {"num_threads:count=2": 2.0}
+    confirm_speed(study, [recipe], SAMPLES, 40.0)
+    assert len(study.kinds("speed")) == 2, "a comparison that is sure stands"
+
+
+@pytest.mark.parametrize(("level", "stages"), [(EXACT, 1), (PRECISION, 2)])
+def test_find_systems_leaves_no_time_for_lower_precision_that_the_level_excludes(monkeypatch, level, stages):
+    candidates = Candidates(systems=[candidate("fused_optimizer"), candidate("bfloat16")], is_restricted=True)
+    state = SearchState(level=level, run_seconds=8.0, comparison_seconds=5.0, candidates=candidates)
+    study, left, searched = Planted(budget=frozen(100.0)), [], []
+
+    def search(study, _, items, *__):
+        left.append(study.budget.left())
+        searched.append([item.name for item in items])
+
+    monkeypatch.setattr(systems_stage, "search_systems", search)
+    systems_stage.find_systems(study, state, PLAN, False, lambda: None)  # type: ignore[arg-type]
+    assert searched == [["fused_optimizer"], ["bfloat16"]][:stages]
+    reserved = 5.0 + systems_stage._confirmation_overhead(PLAN)
+    share = 1.0 if level == EXACT else systems_stage.EXACT_SHARE
+    assert left[0] == pytest.approx(share * (100.0 - reserved))
+
+
+def test_estimate_of_a_check_counts_all_runs_of_a_script():
+    of_task = comparison_seconds(PLAN | {"start": 2.0})
+    plan = PLAN | {"start": 2.0, "check_runs": 4}
+    assert comparison_seconds(plan) == pytest.approx(of_task, abs=1.0)
+    assert comparison_seconds(plan, is_first=True) == pytest.approx(of_task + 2 * 2.5, abs=1.0), "four starts, not two"
+    slow = PLAN | {"step": 40.0}
+    assert comparison_seconds(slow) > 3.6 * 40.0, "a check with long steps takes as long as three of each arm"
+
+
+def test_guess_that_the_budget_ends_tells_which_budget_would_do(monkeypatch):
+    study, state = Planted(budget=frozen(60.0)), SearchState(comparison_seconds=5.0, candidates=Candidates())
+    state.candidates.systems = [candidate("in_memory_batches"), candidate("fused_optimizer")]
+
+    def confirm(*_):
+        raise OutOfBudgetError
+
+    monkeypatch.setattr(systems_stage, "confirm_speed", confirm)
+    systems_stage.confirm_best_guess(study, state, PLAN, lambda: None)  # type: ignore[arg-type]
+    assert "give about --budget" in state.too_small and study.noted("systems")
+
+
+def test_guesses_leave_out_methods_that_had_no_effect_in_an_earlier_one(monkeypatch):
+    study, state = Planted(without_effect=("fused_optimizer",)), SearchState(comparison_seconds=5.0)
+    state.candidates = Candidates(systems=[candidate("fused_optimizer"), candidate("in_memory_batches")])
+    systems_stage.confirm_best_guess(study, state, PLAN, lambda: None)  # type: ignore[arg-type]
+    tried = [what.partition(" against")[0] for what in study.kinds("speed")]
+    assert tried[:2] == ["fused_optimizer + in_memory_batches", "in_memory_batches"]
+    assert len(tried) == len(set(tried)) and not any("fused_optimizer" in what for what in tried[1:])
 
 
 def test_compositions_leave_out_methods_that_had_no_effect_in_an_earlier_one():

@@ -181,8 +181,9 @@ def run_interleaved(
         device: "cpu" or "cuda".
         processes: ranks of each arm.
         seed: of all runs.
-        rounds: fewest and most rounds, each with a fresh pair of processes. There are fewer if the budget is too small
-            or the ratio beyond doubt. (1, 1) is quick, and its interval as wide as PROCESS_SPREAD makes it.
+        rounds: fewest and most rounds, each with a fresh pair of processes. There are fewer if the ratio is beyond
+            doubt, and a single one, with as many blocks as fit, if the budget does not allow the fewest. (1, 1) is
+            quick, and its interval as wide as PROCESS_SPREAD makes it.
         looks: numbers of pairs of blocks. The first is that of a round; a single round may stop after each of them.
         timeout: seconds of silence, beyond the budget, after which an arm counts as hanging. It does not limit the
             building of an arm of one process, which waits for no other process.

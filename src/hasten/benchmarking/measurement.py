@@ -39,6 +39,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, ROUND_LOOKS[-1]  # of a comparison, unless the calle
 FIRST_EVALUATIONS = 2  # of each arm, before the first block
 BEYOND_DOUBT = 1.25  # a ratio surely beyond this, or its inverse, needs no further rounds ...
 NARROW = 1.5  # ... if the ends of its interval differ by a smaller factor
+KNOWN_SPREAD = 4  # evaluations whose spread says how certain their mean is
 WAITING_SHARE = 0.25  # of the timed training, that arms may train untimed until their next evaluation
 SLACK = 1.2  # by which blocks may take longer than the first steps, for the fewest rounds to fit into the budget
 CHUNK_BLOCKS = 4  # blocks between two looks at the clock while both arms train on to a later position
@@ -54,6 +55,12 @@ class ArmSamples:
     blocks: list[dict[str, float]] = field(default_factory=list)  # as ``Arm.train`` returns them, and their "round"
     evaluations: list[float] = field(default_factory=list)
     peak_memory: list[MemoryPeak] = field(default_factory=list)  # of each rank, the highest of all rounds
+
+    def add_block(self, block: dict[str, Any], number: int) -> None:
+        """Adds a block of round ``number``, and the evaluations that an arm which runs its own loop made meanwhile."""
+        evaluations = block.pop("evaluations", [])
+        self.evaluations += evaluations if self.plan["evaluation"] is not None else []
+        self.blocks.append({**block, "round": number})
 
     def note_peak_memory(self, peaks: list[MemoryPeak]) -> None:
         """Keeps the higher peak of each rank."""
@@ -71,6 +78,11 @@ class ArmSamples:
         # the first evaluation of a process may be slower than the others: of two, the faster one counts
         seconds = median_low(self.evaluations) if self.evaluations else self.plan.get("evaluation_seen")
         return evaluation_seconds_per_sample(self.plan, seconds)
+
+    def evaluation_error(self) -> float:
+        """Standard error of the logarithm of the seconds of an evaluation. The spread of few is hardly known."""
+        least = spread(self.seconds_per_sample()) if len(self.evaluations) < KNOWN_SPREAD else 0.0
+        return max(least, spread(self.evaluations)) / math.sqrt(max(1, len(self.evaluations)))
 
     def evaluation_ratio(self) -> float:
         """Seconds of evaluation per second of training steps, for this arm in a whole run."""
@@ -199,7 +211,7 @@ class Measurement:
                 for arm, each in zip(self.arms, seconds, strict=True):
                     arm.evaluations.append(each)
             for arm, block in zip(self.arms, pair.time_blocks(self.block_samples, order_of(pairs)), strict=True):
-                arm.blocks.append({**block, "round": self.rounds})
+                arm.add_block(block, self.rounds)
             pairs += 1
             self.pair_seconds = (time.monotonic() - began) / (pairs - before)
             self._report()
@@ -233,7 +245,8 @@ class Measurement:
         left = self._left() - self.build_seconds  # of the second arm
         pairs = min(self.most_pairs, max(MIN_PAIRS, int(left / self.pair_seconds)))
         for arm, plan, blocks in zip(self.arms, pair.plans, pair.time_round(self.block_samples, pairs), strict=True):
-            arm.blocks += [{**block, "round": self.rounds} for block in blocks]
+            for block in blocks:
+                arm.add_block(block, self.rounds)
             if plan["evaluation"] is not None:
                 arm.evaluations.append(plan["evaluation"])
         self.pair_seconds = (time.monotonic() - began) / pairs
@@ -300,9 +313,7 @@ class Measurement:
         a, b = self.arms
         if not (a.evaluations or a.plan.get("evaluation_seen")):
             return steps
-        count = max(1, len(a.evaluations))
-        spreads = [max(spread(arm.seconds_per_sample()), spread(arm.evaluations)) for arm in self.arms]
-        errors = [math.hypot(each / math.sqrt(count), PROCESS_SPREAD / math.sqrt(2)) for each in spreads]
+        errors = [math.hypot(arm.evaluation_error(), PROCESS_SPREAD / math.sqrt(2)) for arm in (a, b)]
         shares = a.evaluation_ratio(), b.evaluation_ratio()
         return with_evaluations(steps, shares, errors, degrees_of_rounds(self.rounds), self._error())
 

@@ -145,12 +145,13 @@ class ScriptArm:
         """The peak of the memory of the script's process; see ``Arm.peak_memory``."""
         return [self._ask("memory")]
 
-    def train(self, count: int, timed: bool = False) -> dict[str, float]:
+    def train(self, count: int, timed: bool = False) -> dict[str, Any]:
         """Trains a block of ``count`` steps, or fewer at the end of the script; see ``Arm.train``.
 
         ``untimed`` seconds passed besides the steps: in evaluations, and until a script that had ended ran again.
+        ``evaluations``: seconds of each evaluation that came meanwhile.
         """
-        untimed, enough = 0.0, min(count, MIN_BLOCK_STEPS)
+        untimed, evaluations, enough = 0.0, list[float](), min(count, MIN_BLOCK_STEPS)
         for _ in range(2):
             if self.has_ended or (self.total is not None and self.total - self.steps < enough):
                 began = time.monotonic()
@@ -159,13 +160,15 @@ class ScriptArm:
             began = time.monotonic()
             block = self._ask("train", count=count, timed=timed)
             self._note_end(block)
+            evaluations += block["evaluations"]
             if block["count"] >= enough:
                 samples = block["count"] * self.samples_per_step
                 self.position += samples
                 losses = block.pop("losses")
                 loss = fmean(losses) if losses else math.nan
                 block["untimed"] += untimed
-                return {**block, "samples": samples, "position": self.position, "loss": loss}
+                of_block = {"samples": samples, "position": self.position, "loss": loss, "evaluations": evaluations}
+                return {**block, **of_block}
             untimed += time.monotonic() - began
         raise RunError(f"{self.script.name} trains only {self.total} steps, too few to be measured")
 

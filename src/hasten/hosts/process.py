@@ -222,6 +222,8 @@ class ScriptProcess:
     def _explain_end(self) -> NoReturn:
         """Raises the error that says how the script ended."""
         ended = wait([self.exit], END_S)
+        environment, has_trained = f"{SESSION}={self.directory}", (self.directory / CLAIM).exists()
+        continues = not has_trained and _processes_with(environment)  # also before it has left the process group
         self.kill()
         code, output, name = self.server.exit_code(self.pid), self.output(), self.script.name
         if (self.directory / FAILURE).exists():
@@ -232,9 +234,9 @@ class ScriptProcess:
             raise ConfigurationError(f"hasten cannot run inside {name}: {why}")
         if code == 0 and not (self.directory / STARTED).exists():
             raise ConfigurationError(f"{self.script.command} {NOT_LOADED}")
-        if code == 0 and _processes_with(f"{SESSION}={self.directory}"):
+        if code == 0 and (continues or _processes_with(environment)):
             raise ConfigurationError(f"{self.script.command} continues in the background; start it in the foreground")
-        if code == 0 and not (self.directory / CLAIM).exists():
+        if code == 0 and not has_trained:
             raise ConfigurationError(f"{self.script.command} ended without training: there was no backward pass")
         if not ended:  # the signal was sent here
             text = f"{name} failed: {_reason(output)}"

@@ -169,10 +169,11 @@ def _confirmation_overhead(plan: dict[str, Any]) -> float:
     return 2 * _seconds_to_build(plan) + _check_seconds(plan)
 
 
-def _check_seconds(plan: dict[str, Any]) -> float:
-    """Seconds that a check of exactness takes, with all of its runs."""
-    if "check_runs" in plan:  # a script, whose runs are not cut short
-        return plan["check_runs"] * (PROCESS_START_S + plan["start"] + CHECKED_STEPS * plan["step"])
+def _check_seconds(plan: dict[str, Any], is_first: bool = True) -> float:
+    """Seconds that a check of exactness takes. The first of a script also runs it as it is, which is done once."""
+    if runs := plan.get("check_runs"):  # a script, whose runs are not cut short
+        runs = runs if is_first else runs / 2
+        return runs * (PROCESS_START_S + plan["start"] + CHECKED_STEPS * plan["step"])
     steps = min(2 * CHECKED_STEPS * plan["step"], max(CHECK_SECONDS, CHECK_STEPS * plan["step"]))
     return 2 * _seconds_to_build(plan) + steps
 
@@ -187,9 +188,10 @@ def _seconds_to_build(plan: dict[str, Any]) -> float:
     return PROCESS_START_S + plan["start"] + warm_up_steps(plan["step"]) * plan["step"] + (plan["evaluation"] or 0.0)
 
 
-def comparison_seconds(plan: dict[str, Any]) -> float:
+def comparison_seconds(plan: dict[str, Any], is_first: bool = False) -> float:
     """Seconds that a comparison of two recipes takes at least, with the check of their exactness."""
-    return 2 * _seconds_to_build(plan) + 2 * MIN_PAIRS * block_steps(plan) * plan["step"] + _check_seconds(plan)
+    blocks = 2 * MIN_PAIRS * block_steps(plan) * plan["step"]
+    return 2 * _seconds_to_build(plan) + blocks + _check_seconds(plan, is_first)
 
 
 def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], save: Callable[[], Any]) -> None:
@@ -197,7 +199,7 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
 
     A recipe that no search has picked needs no second measurement: its comparison is the confirmation.
     """
-    samples, needed, tried = samples_of(plan), comparison_seconds(plan), list[Recipe]()
+    samples, needed, tried = samples_of(plan), comparison_seconds(plan, is_first=True), list[Recipe]()
     guesses = deque(_guesses(study, state))
     while guesses:
         guess = guesses.popleft()

@@ -295,6 +295,7 @@ class Session:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         evaluated = self.models.evaluated_seconds
         self.block = {"step": self.steps.count, "usage": usage, "evaluated": evaluated, "timed": timed}
+        self.evaluations_before = len(self.models.evaluations)
         if observes_code:
             self.code = CodeObserver(self.sites.line, lambda: self.models.began is not None)
         self.block["began"] = time.perf_counter()
@@ -328,8 +329,7 @@ class Session:
             self.observer = None
         if self.wants_evaluation:
             self.wants_evaluation = False
-            new = self.models.evaluations[self.evaluations_before :]
-            result["evaluation"] = new[0][1] if new else None
+            result["evaluation"] = next(iter(self._evaluation_seconds(self.evaluations_before)), None)
         return result
 
     def _end_block(self) -> dict[str, Any]:
@@ -345,6 +345,7 @@ class Session:
             "seconds": now - block["began"] - evaluated,
             "issue_seconds": issued - block["began"] - evaluated,
             "untimed": evaluated,
+            "evaluations": self._evaluation_seconds(self.evaluations_before),
             "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
             "system": after.ru_stime - before.ru_stime,
             "faults": after.ru_minflt - before.ru_minflt,
@@ -403,7 +404,14 @@ class Session:
             return {"evaluation_seconds": None, "evaluation_every": None}
         steps = sorted({step for step, _ in found if step > 0})
         every = steps[-1] - steps[-2] if len(steps) > 1 else steps[0] if steps else None
-        return {"evaluation_seconds": found[-1][1], "evaluation_every": every}
+        return {"evaluation_seconds": self._evaluation_seconds()[-1], "evaluation_every": every}
+
+    def _evaluation_seconds(self, first: int = 0) -> list[float]:
+        """Seconds spent on evaluations after each step that some followed, from evaluation number ``first`` on."""
+        seconds: dict[int, float] = {}
+        for step, each in self.models.evaluations[first:]:
+            seconds[step] = seconds.get(step, 0.0) + each
+        return list(seconds.values())
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Everything that is trained, by name: the state of the roots, and parameters that belong to none of them."""
