@@ -224,10 +224,16 @@ class Measurement:
         self.is_single, self.most_pairs = True, self.looks[-1]
         pairs = len(self.arms[0].blocks)
         seconds = sum(block["seconds"] for arm in self.arms for block in arm.blocks) / pairs  # without evaluations
-        affordable = pairs + self._left() / seconds
-        self.look_count = 1 + sum(pairs <= look < affordable for look in self.looks[:-1])
+        self.look_count = self._count_looks(pairs, pairs + self._left() / seconds)
         if pairs not in self.looks or not self._is_decided():
             self._time_blocks(pair)
+
+    def _count_looks(self, pairs: int, affordable: float) -> int:
+        """Looks of a single round from ``pairs`` on, which share the error. Those that only a ratio beyond doubt ends
+        have one share together: hardly an error can come from them.
+        """
+        early = sum(pairs <= look < affordable for look in self.looks[:-1])
+        return 1 + (early if self.max_rounds == 1 else min(1, early))
 
     def _is_decided(self) -> bool:
         """Whether a look at a single round ends it early. What stands for several rounds, and is reported, has to be
@@ -263,7 +269,7 @@ class Measurement:
         self.is_single = self.max_rounds == 1 or (affordable < MIN_PAIRS and not needs_two)
         if self.is_single:
             self.most_pairs = self.looks[-1]
-            self.look_count = 1 + sum(pairs < left / self.pair_seconds for pairs in self.looks[:-1])
+            self.look_count = self._count_looks(0, left / self.pair_seconds)
         else:
             self.look_count = 1  # until it is known how many rounds there are
             self.most_pairs = min(self.looks[0], max(MIN_PAIRS, affordable))
