@@ -36,6 +36,7 @@ SPREADS = (0.3, 1.0, 3.0)  # standard deviation of the original over the seeds, 
 TUNED_SPREADS = (1.0, 0.3)  # standard deviation of the recipes, in that of the original
 RECIPES = tuple(Recipe({"ema": {"decay": decay}}) for decay in (0.9, 0.99, 0.999))  # slower ones first
 SPEEDS = (2.0, 3.0, 5.0)
+BUDGETS = {1: 300.0, 3: 1e9}  # that allow so many looks
 ACCEPTED_AT_MOST = 0.05
 REAL_MARGIN, REAL_BUDGET = 0.01, "60s"
 
@@ -87,10 +88,13 @@ class SimulatedStudy:
         pass
 
 
-def simulated_search(seed: int, spread: float, tuned_spread: float, noise: float, is_harmful: bool) -> tuple[bool, int]:
+def simulated_search(
+    seed: int, spread: float, tuned_spread: float, noise: float, looks: int, is_harmful: bool
+) -> tuple[bool, int]:
     """(whether a recipe was accepted, the number of seeds of the original that were run)."""
     stated: list[float] = []  # the margin of this search
     study: Any = SimulatedStudy(seed, spread, tuned_spread, noise, lambda: stated[0] if is_harmful else 0.0)
+    study.budget.total = BUDGETS[looks]
     baseline = run_baseline(study, None)
     stated.append(baseline.margin)
     attempts = confirm(study, [Recipe(), *RECIPES], baseline, 5.0)
@@ -108,17 +112,20 @@ def interval(count: int, of: int) -> tuple[float, float]:
 
 def simulate(searches: int) -> list[dict]:
     rows = []
-    for spread, tuned, noise in product(SPREADS, TUNED_SPREADS, (0.0, 0.8)):
-        sizes = spread * RELATIVE_MARGIN, tuned * spread * RELATIVE_MARGIN, noise
+    for spread, tuned, (noise, looks) in product(SPREADS, TUNED_SPREADS, ((0.0, 3), (0.8, 3), (0.0, 1))):
+        sizes = spread * RELATIVE_MARGIN, tuned * spread * RELATIVE_MARGIN, noise, looks
         harmful = [simulated_search(number, *sizes, is_harmful=True)[0] for number in range(searches)]
         equal = [simulated_search(number, *sizes, is_harmful=False) for number in range(searches)]
         seeds = sorted(count for accepted, count in equal if accepted)
-        print_progress(f"spread {spread}, recipes {tuned}, noise {noise}: {sum(harmful)} of {searches} accepted")
+        print_progress(
+            f"spread {spread}, recipes {tuned}, noise {noise}, looks {looks}: {sum(harmful)} of {searches} accepted"
+        )
         rows.append(
             {
                 "spread_in_margins": spread,
                 "tuned_spread": tuned,
                 "noise": noise,
+                "looks": looks,
                 "accepted": sum(harmful),
                 "searches": searches,
                 "interval": interval(sum(harmful), searches),
@@ -149,13 +156,15 @@ def main() -> int:
     options.add_argument("--real", type=int, default=0, metavar="N", help="real searches, a minute each")
     options = options.parse_args()
     rows = simulate(options.searches)
+    columns = ("harm of one margin accepted", "no harm accepted", "seeds")
     show(
-        ("spread / margin", "recipes' spread", "noise", "harm of one margin accepted", "no harm accepted", "seeds"),
+        ("spread / margin", "recipes' spread", "noise", "looks", *columns),
         [
             (
                 row["spread_in_margins"],
                 row["tuned_spread"],
                 row["noise"],
+                row["looks"],
                 f"{row['accepted']} of {row['searches']} ({row['interval'][0]:.1%} to {row['interval'][1]:.1%})",
                 f"{row['equal_accepted'] / row['searches']:.0%}",
                 row["median_seeds"] or "-",

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from hasten.core.recipe import Recipe
-from hasten.tuning.budget import OutOfBudgetError
+from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.confirm import (
     EXACT_PAIRS,
     FIRST_FURTHER_SEED,
@@ -16,10 +16,12 @@ from hasten.tuning.confirm import (
     _finalists,
     confirm,
     fresh_seeds,
+    further_seeds,
 )
 from hasten.tuning.gate import LOOKS
 from hasten.tuning.time_to_target import Counts, time_to_target
 from hasten.tuning.training import Baseline
+from helpers.planted_study import frozen
 
 MARGIN, TARGET, SAMPLES, LOOK = 0.01, 0.8, 1000, 50
 FAST, FASTER = Recipe({"ema": {"decay": 0.5}}), Recipe({"ema": {"decay": 0.9}})
@@ -40,6 +42,7 @@ class Planted:
     budget_runs: int = 1000
     seed: int = 0
     device: str = "cpu"
+    budget: Budget = field(default_factory=lambda: frozen(1e9))
     ran: list[tuple[str, int]] = field(default_factory=list)
     notes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -85,8 +88,12 @@ class Planted:
 
 
 def confirmed(study: Planted, rungs: tuple[Recipe, ...] = (FAST, FASTER)):
-    baseline = Baseline([0, 1, 2], [{"metric": 0.9 + 0.001 * n} for n in (-1, 0, 1)], TARGET, MARGIN, True, [7, 8, 9])
-    return next(iter(confirm(study, [Recipe(), *rungs], baseline, 5.0)), None)
+    return next(iter(confirm(study, [Recipe(), *rungs], baseline_of(), 5.0)), None)
+
+
+def baseline_of() -> Baseline:
+    runs = [{"metric": 0.9 + 0.001 * n, "trial_seconds": 20.0} for n in (-1, 0, 1)]
+    return Baseline([0, 1, 2], runs, TARGET, MARGIN, True, [7, 8, 9])
 
 
 def test_confirm_fastest_recipe_wins_and_others_cost_nothing():
@@ -351,9 +358,54 @@ def test_interval_of_seeds_that_agree_on_an_evaluation_has_a_width(share):
 
 def test_confirm_is_stricter_after_earlier_recipes():
     study = Planted({"baseline": 0.9, str(FAST): 0.894, str(FASTER): 0.894}, spread=0.002)
-    baseline = Baseline([0, 1, 2], [{"metric": 0.9 + 0.001 * n} for n in (-1, 0, 1)], TARGET, MARGIN, True, [7, 8, 9])
-    lows = [confirm(study, [FASTER], baseline, 5.0, tested)[0].gate.difference["low"] for tested in (0, 3)]
-    assert lows[1] < lows[0]
+    tried = [[], [FAST], [FAST, FASTER]]
+    lows = [confirm(study, [FASTER], baseline_of(), 5.0, tested)[0].gate.difference["low"] for tested in tried]
+    assert lows[2] < lows[1] < lows[0], "after another recipe, and once more after itself"
+
+
+def test_confirm_divides_its_error_among_the_looks_that_the_budget_allows():
+    study = Planted({"baseline": 0.9, str(FASTER): 0.894}, spread=0.002)
+    found = []
+    for budget in (1e9, 60.0):  # three runs of the recipe take 12 s, two more of the original and of the recipe 48 s
+        study.budget.total = budget
+        found.append(confirm(study, [FASTER], baseline_of(), 5.0)[0])
+    assert [each.most_looks for each in found] == [3, 1] and found[1].looks == 1
+    assert found[1].confidence == pytest.approx(1 - 3 * (1 - found[0].confidence))
+
+
+def test_confirm_of_a_recipe_that_misses_the_target_as_the_original_does_judges_the_whole_training():
+    class NearTheTarget(Planted):
+        def run(self, recipe, seed):
+            run = super().run(recipe, seed)
+            missed = dict.fromkeys(("seconds_to_target", "samples_to_target", "first_samples"))
+            return run | (missed if seed in (fresh_seeds(0, 1)[0], *also_missed) and (recipe or is_alike) else {})
+
+    also_missed, is_alike = [], True
+    won = confirmed(NearTheTarget({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,))
+    assert won.passed and won.speedup == won.training_speedup
+    is_alike = False
+    assert "never reached the target" in confirmed(NearTheTarget({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,)).why
+    also_missed = further_seeds(0, 1)
+    is_alike = True
+    assert confirmed(NearTheTarget({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,)).passed
+
+
+def test_confirm_of_a_recipe_whose_further_run_alone_misses_the_target_fails():
+    class Late(Planted):
+        def run(self, recipe, seed):
+            missed = {"seconds_to_target": None} if seed in further_seeds(0, 1) else {}
+            return super().run(recipe, seed) | missed
+
+    done = confirmed(Late({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,))
+    assert not done.passed and "never reached the target" in done.why
+
+
+def test_measured_runs_count_where_they_surely_show_less_however_seldom_they_are_evaluated():
+    """Three runs of each arm that agree: the distance of their evaluations says nothing about their clock."""
+    cost = {"baseline": 10.0, str(FASTER): 5.0}
+    study = Planted({"baseline": 0.9, str(FASTER): 0.9}, cost=cost, unseen={str(FASTER): 0.9})
+    done = confirmed(study, (FASTER,))
+    assert done.uses_measured and done.speedup.median == pytest.approx(10 / 5.9, rel=0.01)
 
 
 def test_confirm_counts_a_run_of_the_baseline_once():

@@ -10,8 +10,8 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.tuning import continuation
 from hasten.tuning.budget import Budget, OutOfBudgetError
-from hasten.tuning.continuation import earlier_findings, finish_earlier
-from hasten.tuning.finding import ESTIMATED, EXACT, recommended
+from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_measured
+from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, recommended
 from hasten.tuning.result import SearchState
 from hasten.tuning.trial_store import LOCK, TrialStore
 from hasten.tuning.tune import tune
@@ -28,8 +28,30 @@ def row(text: str, evidence: str, median: float = 2.0) -> dict:
 def test_earlier_answer_stays_an_answer():
     rows = [row("fused_optimizer", EXACT), row("znorm", ESTIMATED, 5.0), row("", "", 1.0)]
     found = earlier_findings({"frontier": rows})
-    assert [each.recipe for each in found] == [Recipe.parse("fused_optimizer")]
+    assert [each.recipe for each in found] == [Recipe.parse("fused_optimizer"), Recipe.parse("znorm")]
     assert recommended(found) is found[0]
+
+
+def test_recipe_that_is_proven_already_keeps_what_was_measured_of_it():
+    recipe = Recipe.parse("ema").methods
+    earlier = {"recipe": recipe, "evidence": PROVEN, "time_to_target": {"tuned": 1.0}, "quality": {"passed": True}}
+    result = {"recipe": recipe, "evidence": PROVEN, "time_to_target": None, "quality": {"passed": True, "tuned": None}}
+    keep_measured(result, earlier)
+    assert result["time_to_target"] == {"tuned": 1.0} and result["quality"] == {"passed": True}
+    other = {"recipe": {}, "evidence": "", "time_to_target": None}
+    keep_measured(other, earlier)
+    assert other["time_to_target"] is None
+    keep_measured(other, {})
+
+
+def test_recipe_that_a_continued_search_refutes_is_no_answer_any_more(monkeypatch):
+    rows, state = [row("znorm", ESTIMATED, 5.0), row("fused_optimizer", ESTIMATED)], SearchState(run_seconds=1.0)
+    state.findings = earlier_findings({"frontier": rows})
+    study = Planted(refuted=("fused_optimizer",))
+    monkeypatch.setattr(continuation, "prove", lambda *_: None)
+    plan = {"samples_per_epoch": 100, "epochs": 1}
+    finish_earlier(study, state, plan, None, {"frontier": rows}, True, lambda: None)
+    assert [one.recipe for one in state.findings] == [Recipe.parse("znorm")]
 
 
 def test_budget_of_a_continued_search_ends_after_what_was_added():
@@ -47,13 +69,13 @@ def test_budget_of_a_continued_search_ends_after_what_was_added():
 def test_finish_earlier_proves_before_anything_new(monkeypatch):
     asked: list = []
     monkeypatch.setattr(continuation, "confirm_speed", lambda study, recipes, *_: asked.append(recipes))
-    monkeypatch.setattr(continuation, "prove", lambda study, state, margin, recipes: asked.append(recipes))
+    monkeypatch.setattr(continuation, "prove", lambda study, state, margin, recipes, save: asked.append(recipes))
     rows = [row("znorm", ESTIMATED, 5.0), row("ema", ESTIMATED, 3.0), row("fused_optimizer", ESTIMATED)]
     plan = {"samples_per_epoch": 100, "epochs": 1}
     state = SearchState(run_seconds=1.0)
     study = Planted()
     study.budget.wall = math.inf
-    finish_earlier(study, state, plan, None, {"frontier": rows}, has_training_stage=True)
+    finish_earlier(study, state, plan, None, {"frontier": rows}, True, lambda: None)
     assert asked == [[Recipe.parse("fused_optimizer")], [Recipe.parse("ema"), Recipe.parse("znorm")]]
 
 

@@ -1,6 +1,7 @@
 """The joint search of schedule options: its points, how it halves them, and what becomes an incumbent."""
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -118,11 +119,36 @@ def test_shorten_finds_the_least_length_that_ends_as_well():
 def test_joint_search_tries_no_length_of_the_best_recipe_or_longer():
     study, seeds = Simulated(shortest=0.5), [0, 1, 2]
     baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
-    recipe = Recipe({"budgeted_schedule": {"factor": 0.4, "peak": BEST_PEAK}})
+    recipe = Recipe({"budgeted_schedule": {"factor": 0.55, "peak": BEST_PEAK}})
     best = run_seeds(study, recipe, first_outcome(study, Incumbents(), baseline), baseline, [])
+    study.ran.clear()
     search_jointly(study, Incumbents([Recipe(), recipe]), ITEMS, baseline, best)
-    assert any("factor=0.32" in text for text, _ in study.ran)
-    assert not any("factor=0.64" in text for text, _ in study.ran)
+    lengths = {float(re.findall(r"factor=([\d.]+),peak", text)[0]) for text, _ in study.ran}
+    assert {0.16, 0.32} < lengths and 0.4 < max(lengths) < 0.5, "the last one is not jumped over"
+
+
+def test_joint_search_of_a_script_that_evaluates_before_it_trains():
+    class Early(Simulated):
+        def run(self, recipe, seed, **limits):
+            run = super().run(recipe, seed, **limits)
+            return run | {"evaluations": [{"samples": 0, "seconds": 0.0, "metric": 0.1}, *run["evaluations"][::5]]}
+
+    assert len(searched(Early(shortest=0.3))) > 1
+
+
+def test_shorten_compares_samples_since_the_clock_of_a_run_may_be_disturbed():
+    class Disturbed(Simulated):
+        def run(self, recipe, seed, **limits):
+            run, slow = super().run(recipe, seed, **limits), 1.5 if "factor=0.45" in str(recipe) else 1.0
+            rows = [{**row, "seconds": slow * row["seconds"]} for row in run["evaluations"]]
+            return run | {"seconds": slow * run["seconds"], "evaluations": rows}
+
+    study, seeds = Disturbed(shortest=0.3), [0, 1, 2]
+    baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
+    recipe = Recipe({"budgeted_schedule": {"factor": 0.64, "peak": BEST_PEAK}})
+    whole, incumbents = first_outcome(study, Incumbents(), baseline), Incumbents([Recipe(), recipe])
+    shorten(study, incumbents, ITEMS, baseline, run_seeds(study, recipe, whole, baseline, []))
+    assert [one.methods["budgeted_schedule"]["factor"] for one in incumbents.recipes[1:]] == [0.64, 0.45, 0.32]
 
 
 def test_joint_search_without_a_length_that_suffices_changes_nothing():

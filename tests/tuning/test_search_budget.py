@@ -153,6 +153,22 @@ def test_ablation_keeps_members_that_gain_by_step_time_only():
     assert str(incumbents.best) == threads(2)
 
 
+def test_ablation_keeps_a_member_whose_steps_are_faster_though_the_target_comes_later():
+    """As a larger batch does: the same samples in less time, the target after more of them."""
+
+    class Later(Planted):
+        def run(self, recipe, seed, *limits, **more):
+            run = super().run(recipe, seed, *limits, **more)
+            later = 1.3 if clipping(1) in str(recipe) else 1.0
+            return run | {key: later * run[key] for key in ("samples_to_target", "seconds_to_target") if run[key]}
+
+    recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
+    study = Later(faster={threads(2): 1.5, clipping(1): 1.25})
+    incumbents = Incumbents([Recipe(), recipe])
+    leave_one_out(study, incumbents, SAMPLES, baseline_of(study))
+    assert incumbents.best == recipe
+
+
 def test_setting_with_faster_but_more_steps_is_judged_by_total_time():
     """1.5 times the speed, and 1.5 times as many samples."""
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")

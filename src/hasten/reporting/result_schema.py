@@ -62,7 +62,8 @@ class TuneResult(Result, total=False):
 
     ``command`` is the user's own command, "" for a task. ``evidence`` is the level (of EVIDENCE_LEVELS) of the
     recommended recipe, "" without one. ``training_measured`` is False where ``training_seconds`` is predicted from
-    steps. ``is_partial`` is True while the search is running.
+    steps. ``confirmed_recipes`` holds each recipe whose whole trainings the quality gate has judged, as often as it has.
+    ``is_partial`` is True while the search is running.
     """
 
     command: Text
@@ -95,6 +96,7 @@ class TuneResult(Result, total=False):
     operations: Operations | None
     contributions: Sequence[Contribution]
     effects: Mapping[str, Text]
+    confirmed_recipes: Sequence[Recipe]
     offered: Sequence[OfferedMethod]
     trials: Sequence[TrialRecord]
     remembered_trials: Amount

@@ -10,6 +10,7 @@ from hasten.benchmarking.ratio import UNSURE
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
+from hasten.tuning.finding import surest
 from hasten.tuning.study import Study, exactness_of
 from hasten.tuning.systems import LONGER, MIN_GAIN, PROMISING_GAIN, Incumbents, whole_run_ratio
 from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
@@ -71,9 +72,9 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
     Of the whole training, or to the target where both train equally many samples.
     """
     without = recipe.drop(name)
-    counts = Counts([], [])
+    counts, equal_samples = Counts([], []), None
     if exactness_of(name) is Exactness.CHANGES_TRAINING:
-        counts = _samples_on_seeds(study, recipe, without, baseline.seeds if baseline else [study.seed])
+        counts, equal_samples = _samples_on_seeds(study, recipe, without, baseline.seeds if baseline else [study.seed])
         if not counts.tuned:
             return None
     elif any(exactness_of(member) is Exactness.CHANGES_TRAINING for member in recipe.methods):
@@ -85,16 +86,21 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
         return None
     if not counts.tuned:
         return whole_run_ratio(outcome, samples).to_json()
-    ratio = time_to_target(outcome, counts)[0].to_json()
-    return ratio if len(counts.tuned) >= MIN_SEEDS else {"median": ratio["median"], "low": None, "high": None}
+    ratio = time_to_target(outcome, counts)[0]
+    if equal_samples:  # then the whole training is faster by the pace of its steps, wherever the target is reached
+        ratio = surest(ratio, whole_run_ratio(outcome, equal_samples))
+    has_interval = len(counts.tuned) >= MIN_SEEDS
+    return ratio.to_json() if has_interval else {"median": ratio.median, "low": None, "high": None}
 
 
-def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list[int]) -> Counts:
+def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list[int]) -> tuple[Counts, float | None]:
     """Samples without the member (``baseline``) and with it, on each seed, in all; to the target if both train as many.
+
+    The second result is the number of samples in all where both train as many on every seed, else None.
 
     A recipe that takes LONGEST times as long without the member is stopped; what it trained by then counts.
     """
-    counts = Counts([], [])
+    counts, equal = Counts([], []), list[float]()
     for seed in seeds:
         try:
             full = study.run(recipe, seed)
@@ -105,7 +111,9 @@ def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list
             break
         if "failed" in reduced or not reduced["evaluations"]:  # stopped before its first evaluation
             break
-        if reduced["pruned"] or FEWER_SAMPLES < full["samples"] / reduced["samples"] < 1 / FEWER_SAMPLES:
+        as_many = FEWER_SAMPLES < full["samples"] / reduced["samples"] < 1 / FEWER_SAMPLES
+        equal += [full["samples"]] if as_many and not reduced["pruned"] else []
+        if reduced["pruned"] or as_many:
             end = reduced.get("samples_to_target") or reduced["evaluations"][-1]["samples"]
             ends = end, full["samples_to_target"]
             rows = [(at, samples_since_last_evaluation(run, at)) for run, at in zip((reduced, full), ends, strict=True)]
@@ -113,7 +121,7 @@ def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list
             rows = [(run["samples"], 0) for run in (reduced, full)]
         for arm, row in zip((counts.baseline, counts.tuned), rows, strict=True):
             arm.append(row)
-    return counts
+    return counts, fmean(equal) if equal and len(equal) == len(counts.tuned) else None
 
 
 def _ends_better(study: Study, recipe: Recipe, name: str, baseline: Baseline | None) -> bool:

@@ -1,6 +1,7 @@
 """The confirmation measures the winner again: fresh seeds, fresh comparison, both baselines. Only this is reported.
 
-The search picked its winner partly by luck, so none of its measurements is used here. The fastest recipes are looked at
+The search picked its winner partly by luck, so none of the winner's measurements is used here; the original's runs that
+set the margin are. The fastest recipes are looked at
 in turns, with more seeds at each look; the original is run once per seed for all of them, so that a slower recipe that
 is easier to prove costs little more. The fastest goes first. If one look neither settles its quality nor suggests that
 the next one would, an exact recipe follows: a few seeds prove it, so there is an answer in any case. The fastest that
@@ -8,7 +9,8 @@ passes wins.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
@@ -52,7 +54,9 @@ class Confirmation:
     comparison: dict = field(default_factory=dict)  # of speed with the original, see ``Study.compare_speed``
     counts: Counts | None = None  # samples to the target
     seconds: dict[str, float] = field(default_factory=dict)  # to the target: baseline, strong_baseline, tuned
+    confidence: float = 0.0  # one-sided, that each look of the gate requires
     looks: int = 0  # how many times the seeds were judged
+    most_looks: int = len(LOOKS)
     over: bool = False  # more seeds would not change the result
     why: str = ""
 
@@ -76,18 +80,37 @@ class Confirmation:
 
 
 def confirm(
-    study: Study, recipes: list[Recipe], baseline: Baseline, seconds: float, tested: int = 0
+    study: Study,
+    recipes: list[Recipe],
+    baseline: Baseline,
+    seconds: float,
+    tested: Sequence[Recipe] = (),
+    after_look: Callable[[list[Confirmation]], None] = lambda attempts: None,
 ) -> list[Confirmation]:
     """The attempts to confirm ``recipes``, each faster than the one before it: the winner first, if any recipe passes.
 
-    Every attempt is noted. ``seconds`` is the budget of each comparison of speed. ``tested`` is the number of recipes
-    that the search has tried to confirm before; more of them make the gate stricter.
+    Every attempt is noted.
+
+    Args:
+        study: What measures.
+        recipes: Those to confirm.
+        baseline: The original's runs so far.
+        seconds: Budget of each comparison of speed.
+        tested: The recipes that the search has tried to confirm before, as often as it has. They make the gate
+            stricter.
+        after_look: Called with all attempts after each look.
     """
-    no_seed = gate.not_passed("no seed was run", baseline.margin)
-    attempts = [Confirmation(recipe, no_seed) for recipe in _finalists(recipes)]
+    no_seed, looks = gate.not_passed("no seed was run", baseline.margin), _affordable_looks(study, baseline, seconds)
+    attempts, known = [], list(dict.fromkeys(map(str, tested)))
+    for recipe in _finalists(recipes):
+        known += [str(recipe)] if str(recipe) not in known else []
+        earlier = [str(one) for one in tested].count(str(recipe))
+        confidence = gate.confidence_of(known.index(str(recipe)), looks, earlier)
+        attempts.append(Confirmation(recipe, no_seed, confidence=confidence, most_looks=looks))
     try:
         while (index := _next(attempts)) is not None:
-            _look(study, attempts[index], tested + index, baseline, seconds)
+            _look(study, attempts[index], baseline, seconds)
+            after_look(attempts)
         ended = "the last look leaves it in doubt"
     except OutOfBudgetError:
         ended = "the budget ended before it was proven"
@@ -103,6 +126,16 @@ def confirm(
         ratio = attempt.gain and attempt.gain.to_json()
         study.note(str(attempt.recipe), "confirmation", "won" if attempt is winner else lost, why, ratio=ratio)
     return sorted(attempts, key=lambda attempt: attempt is not winner)
+
+
+def _affordable_looks(study: Study, baseline: Baseline, seconds: float) -> int:
+    """Looks that the budget allows at a recipe that halves the time of a run: the error is divided among them, so that
+    none is kept for looks that cannot come.
+    """
+    original = fmean([run["trial_seconds"] for run in baseline.runs] or [0.0])
+    left, known = study.budget.left() - seconds, len(baseline.runs)
+    affordable = [pairs for pairs in LOOKS if (max(0, pairs - known) + pairs / 2) * original <= left]
+    return max(1, len(affordable))
 
 
 def _finalists(recipes: list[Recipe]) -> list[Recipe]:
@@ -135,7 +168,7 @@ def _next(attempts: list[Confirmation]) -> int | None:
     open_attempts = [
         index
         for index, attempt in enumerate(attempts)
-        if not attempt.over and attempt.looks < len(LOOKS) and _worth_proving(index, attempts)
+        if not attempt.over and attempt.looks < attempt.most_looks and _worth_proving(index, attempts)
     ]
     return min(open_attempts, key=order, default=None)
 
@@ -143,7 +176,7 @@ def _next(attempts: list[Confirmation]) -> int | None:
 def _promising(attempt: Confirmation) -> bool:
     """Whether more seeds with the same mean difference in quality would let the attempt pass."""
     result, difference = attempt.gate, attempt.gate.difference
-    if result.passed or not difference or not 0 < attempt.looks < len(LOOKS):
+    if result.passed or not difference or not 0 < attempt.looks < attempt.most_looks:
         return result.passed
     shrink = math.sqrt(LOOKS[attempt.looks - 1] / LOOKS[attempt.looks])
     return difference["mean"] - (difference["mean"] - difference["low"]) * shrink > -result.margin
@@ -157,7 +190,7 @@ def _worth_proving(index: int, attempts: list[Confirmation]) -> bool:
     return not faster_passed and (gain is None or gain.median > WORTH_PROVING * passed)
 
 
-def _look(study: Study, attempt: Confirmation, index: int, baseline: Baseline, seconds: float) -> None:
+def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: float) -> None:
     """Runs more paired seeds and judges them, also where the budget ends in between."""
     pairs = LOOKS[attempt.looks]
     attempt.comparison = _compare(study, Recipe(), attempt.recipe, seconds)
@@ -171,11 +204,11 @@ def _look(study: Study, attempt: Confirmation, index: int, baseline: Baseline, s
         try:
             why = _run_pairs(study, attempt, enough, baseline, check)
         except OutOfBudgetError:
-            _judge(attempt, index, baseline, check)
+            _judge(attempt, baseline, check)
             raise
         if why:
             return attempt.finish(why)
-        _judge(attempt, index, baseline, check)
+        _judge(attempt, baseline, check)
         if attempt.over:
             break
     return None
@@ -196,7 +229,18 @@ def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseli
         attempt.tuned_runs[seed] = run = study.run(attempt.recipe, seed)
         if "failed" in run:
             return f"seed {seed}: {run['failed']}"
+        if _missed(run) and not any(map(_missed, attempt.baseline_runs.values())):
+            return _never_reached(seed, run, baseline)
     return None
+
+
+def _missed(run: dict) -> bool:
+    """Whether a run never reached the target, or did not hold it."""
+    return run["seconds_to_target"] is None
+
+
+def _never_reached(seed: int, run: dict, baseline: Baseline) -> str:
+    return f"seed {seed} never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
 
 
 def _ends_worse(attempt: Confirmation, baseline: Baseline) -> bool:
@@ -226,14 +270,17 @@ def _further_per_pair(attempt: Confirmation) -> int:
 
 
 def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline, check: dict) -> str | None:
-    """Runs both arms on one seed, in alternating order. Returns why the recipe lost, or None."""
+    """Runs both arms on one seed, in alternating order; the original's runs on the first seeds may be there already.
+
+    Returns why the recipe lost, or None.
+    """
     arms = [(attempt.recipe, attempt.tuned_runs), (Recipe(), attempt.baseline_runs)]
     for recipe, runs in arms if len(attempt.paired) % 2 == 0 else reversed(arms):
         runs[seed] = run = study.run(recipe, seed)
         if "failed" in run:
             return f"seed {seed}{'' if recipe else ', of the original'}: {run['failed']}"
-        if recipe and run["seconds_to_target"] is None:
-            return f"seed {seed} never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
+    if _missed(attempt.tuned_runs[seed]) and not _missed(attempt.baseline_runs[seed]):
+        return _never_reached(seed, attempt.tuned_runs[seed], baseline)
     is_bit_exact = not _quality_risks(attempt.recipe) and loosest_exactness(attempt.recipe) is Exactness.BIT_EXACT
     is_bit_exact = is_bit_exact and check.get("reproducible", True)
     tuned, original = _metrics(attempt.tuned_runs[seed]), _metrics(attempt.baseline_runs[seed])
@@ -246,7 +293,7 @@ def _metrics(run: dict) -> list[float]:
     return [evaluation["metric"] for evaluation in run["evaluations"]]
 
 
-def _judge(attempt: Confirmation, index: int, baseline: Baseline, check: dict) -> None:
+def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
     """Applies the quality gate, and computes the speed-up. The attempt is over once both are settled."""
     if not attempt.paired:
         return
@@ -260,7 +307,7 @@ def _judge(attempt: Confirmation, index: int, baseline: Baseline, check: dict) -
         margin=baseline.margin,
         higher_is_better=baseline.higher_is_better,
         more_baseline=[before[seed] for seed in original if seed not in attempt.baseline_runs],
-        confidence=gate.confidence_of(0 if exact else index),  # a check is contradicted equally often at any index
+        confidence=gate.confidence_of() if exact else attempt.confidence,  # any exact recipe is contradicted as often
     )
     attempt.why = result.why
     if len(attempt.paired) < 2:
@@ -296,13 +343,17 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     counts = attempt.counts = Counts(_counts(ends[0], paired), _counts(ends[1], paired), paired)
     blocks, attempt.seconds["baseline"], attempt.seconds["tuned"] = time_to_target(attempt.comparison, counts)
     measured = _measured(ends, counts)
-    share, surely = measured.median / blocks.median, measured.high < blocks.median
+    # both are rounded to the same evaluations, which says nothing about their difference
+    surely = _measured(ends, replace(counts, has_rounding=False)).high < blocks.median
+    share = measured.median / blocks.median
     attempt.uses_measured = share < (AGREEMENT if surely else FAR_APART)
     if attempt.uses_measured:
         attempt.seconds["tuned"] = attempt.seconds["baseline"] / measured.median
     attempt.block_speedup, attempt.measured_speedup = blocks, measured
     attempt.speedup = measured if attempt.uses_measured else blocks
     attempt.training_speedup = _whole_training_speedup(attempt, ends, paired)
+    if any(map(_missed, attempt.tuned_runs.values())):  # as the original does: the time to the target is unknown
+        attempt.speedup = attempt.training_speedup
     return surest(attempt.speedup, attempt.training_speedup), blocks, measured
 
 

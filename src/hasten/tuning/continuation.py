@@ -1,6 +1,6 @@
 """A search that continues (``--budget +10m``) first finishes what the earlier one left unproven."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.benchmarking.ratio import Ratio
@@ -15,12 +15,16 @@ from hasten.tuning.systems import confirm_speed, loosest_exactness
 from hasten.tuning.systems_stage import samples_of
 from hasten.tuning.training_stage import prove
 
+OF_WINNER = (  # keys of the result that only a confirmation sets
+    *("speedup_over_strong_baseline", "measured_speedup", "time_to_target", "samples_compared", "samples_to_target"),
+    *("seconds_to_target", "curves", "quality", "training_seconds", "training_measured", "contributions"),
+)
+
 
 def earlier_findings(earlier: Mapping[str, Any]) -> list[Finding]:
-    """What the ``earlier`` result is sure of: its answer cannot get lost."""
-    rows = [
-        row for row in earlier.get("frontier", ()) if row["recipe"] and row["evidence"] in (EXACT, PRECISION, PROVEN)
-    ]
+    """What the ``earlier`` result has found: its answer cannot get lost."""
+    levels = (EXACT, PRECISION, PROVEN, ESTIMATED)
+    rows = [row for row in earlier.get("frontier", ()) if row["recipe"] and row["evidence"] in levels]
     return [
         Finding(
             Recipe(row["recipe"]),
@@ -34,6 +38,13 @@ def earlier_findings(earlier: Mapping[str, Any]) -> list[Finding]:
     ]
 
 
+def keep_measured(result: Any, earlier: Mapping[str, Any]) -> None:
+    """Adds to a result what the ``earlier`` one has measured of the same proven recipe, which is not measured again."""
+    is_same = result["recipe"] == earlier.get("recipe") and result["evidence"] == earlier.get("evidence") == PROVEN
+    if is_same and result["time_to_target"] is None:
+        result |= {key: earlier[key] for key in OF_WINNER if key in earlier}
+
+
 def finish_earlier(
     study: Study,
     state: SearchState,
@@ -41,6 +52,7 @@ def finish_earlier(
     margin: float | None,
     earlier: Mapping[str, Any],
     has_training_stage: bool,
+    save: Callable[[], Any],
 ) -> None:
     """Confirms the recipes that the ``earlier`` result lists as estimated, the slowest first.
 
@@ -54,6 +66,8 @@ def finish_earlier(
         systems = [recipe for recipe in recipes if not _changes_training(recipe)]
         found = confirm_speed(study, systems, samples_of(plan), state.comparison_seconds) if systems else None
         state.findings += [found] if found else []
+    refuted = {trial["what"] for trial in study.trials if trial["stage"] == "confirmation" and not _has_passed(trial)}
+    state.findings = [one for one in state.findings if one.evidence != ESTIMATED or str(one.recipe) not in refuted]
     others = [recipe for recipe in recipes if _changes_training(recipe)]
     if not others or not has_training_stage or state.run_seconds is None:
         return
@@ -61,9 +75,13 @@ def finish_earlier(
         return study.note(str(others[-1]), "confirmation", "not tried", "no whole training fits into what was added")
     try:
         with study.budget.part(1.0):
-            prove(study, state, margin, others)
+            prove(study, state, margin, others, save)
     except RunError as error:  # the task's own training failed; exact recipes need none
         study.note(str(others[-1]), "confirmation", "failed", str(error))
+
+
+def _has_passed(trial: Mapping[str, Any]) -> bool:
+    return trial["verdict"] == "passed"
 
 
 def _changes_training(recipe: Recipe) -> bool:

@@ -80,9 +80,14 @@ def _mean_at_end(run: Mapping) -> float:
     return fmean(metrics) if is_known else math.nan
 
 
-def confidence_of(attempt: int = 0) -> float:
-    """One-sided confidence of each look: the first recipe gets 3/4 of the error, the next 3/16, and so on."""
-    return 1 - 0.75 * ALPHA / 4**attempt / len(LOOKS)
+def confidence_of(attempt: int = 0, looks: int = len(LOOKS), earlier: int = 0) -> float:
+    """One-sided confidence of each of ``looks`` looks at a recipe.
+
+    The first recipe gets 3/4 of the error, the next 3/16, and so on. Of its own error a recipe spends 3/4 when it is
+    confirmed for the first time, 3/16 where a search that continues confirms it again (``earlier`` is 1), and so on.
+    """
+    error = ALPHA * 0.75 / 4**attempt * 0.75 / 4**earlier
+    return 1 - error / looks
 
 
 def quality_gate(

@@ -33,6 +33,7 @@ POINTS = (4, 12)  # fewest and most of the first length
 FIRST_LENGTH_SHARE = 0.2  # of the budget left, that the trainings of the first length may take
 KEPT_SHARE = 1 / 2  # of the points, that train longer
 LONGER = 2.0  # length / length before it
+LONGEST = 0.85  # of the length of the best recipe so far
 SHORTER = math.sqrt(1 / LONGER)  # the same, where the best recipe is shortened
 
 Point = dict[tuple[str, str], float]  # (method, option) -> position from 0 to 1 in its range
@@ -96,6 +97,11 @@ class _Trial:
     length: float
     outcome: Outcome
 
+    def score_of(self, baseline: Baseline) -> float:
+        """``score`` with what the task's own training gained by a doubling of its samples at this length."""
+        whole, sign = baseline.runs[0], 1 if baseline.higher_is_better else -1
+        return self.score(sign, _gain_per_doubling(whole["evaluations"], self.length * whole["samples"], sign))
+
     def score(self, sign: int, gain: float) -> float:
         """The final metric, less what ``gain`` per doubling of the time says that a slower one owes to its time."""
         run = self.outcome.runs[0]
@@ -127,7 +133,7 @@ def search_jointly(
     with suppress(OutOfBudgetError):
         for trial in _halve(study, base, space, space.length[1], baseline, best):
             won.append(trial)
-    won.sort(key=lambda trial: trial.outcome.whole_seconds())
+    won.sort(key=lambda trial: trial.score_of(baseline), reverse=True)  # all are of one length
     for trial in reversed(won):  # slower and safer ones first: the confirmation falls back on them
         incumbents.push(trial.recipe)
     return won[0].outcome.after(best) if won else best
@@ -149,7 +155,7 @@ def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseli
             return best
         tried.add(value)
         recipe = incumbents.best.with_method(method, **{**options, option: value})
-        outcome = run_seeds(study, recipe, best, baseline, [])
+        outcome = run_seeds(study, recipe, best, baseline, [], same_steps=True)
         note_outcome(study, str(recipe), outcome, best)
         if outcome.verdict == "kept":
             incumbents.push(recipe)
@@ -177,25 +183,25 @@ def _halve(
     study: Study, base: Recipe, space: Space, lengths: SearchRange, baseline: Baseline, best: Outcome
 ) -> Iterator[_Trial]:
     """Yields the trials that win, all of the first length at which any does. Those of the best so far are not tried."""
-    whole, sign = baseline.runs[0], 1 if baseline.higher_is_better else -1
+    whole = baseline.runs[0]
     affordable = FIRST_LENGTH_SHARE * study.budget.left() / max(lengths.low * whole["trial_seconds"], 1.0)
     points = space.sample(min(POINTS[1], max(POINTS[0], int(affordable))), study.seed)
-    length, end, seen = lengths.low, min(lengths.high, best.runs[0]["samples"] / whole["samples"] / SHORTER), []
+    # a training that is hardly shorter than the best one is hardly faster
+    length, end, seen = lengths.low, min(lengths.high, LONGEST * best.runs[0]["samples"] / whole["samples"]), []
     while points and length <= end:
-        gain = _gain_per_doubling(whole["evaluations"], length * whole["samples"], sign)
         trials = []
         for point in points:
             trial = _train(study, base, space, point, length, baseline, best, seen)
             trials += [trial] if trial else []
             if trial and trial.outcome.verdict == "kept":
                 yield trial
-        trials.sort(key=lambda trial: trial.score(sign, gain), reverse=True)
-        if not trials or any(trial.outcome.verdict == "kept" for trial in trials):
+        trials.sort(key=lambda trial: trial.score_of(baseline), reverse=True)
+        if not trials or length == end or any(trial.outcome.verdict == "kept" for trial in trials):
             return
         better = trials[: max(1, math.ceil(KEPT_SHARE * len(trials)))]
         points = [trial.point for trial in better]
         points += [_between(better[0].point, better[1].point)] if len(better) > 1 else []
-        length *= LONGER
+        length = min(LONGER * length, end)
 
 
 def _train(
@@ -223,6 +229,9 @@ def _gain_per_doubling(evaluations: list[dict], samples: float, sign: int) -> fl
 
     The later of the two evaluations is the first one at or after ``samples``.
     """
+    evaluations = [row for row in evaluations if row["samples"] > 0]  # a script may evaluate before it trains
+    if not evaluations:
+        return 0.0
     later = next((row for row in evaluations if row["samples"] >= samples), evaluations[-1])
     earlier = min(evaluations, key=lambda row: abs(row["samples"] - later["samples"] / 2))
     doublings = math.log2(later["samples"] / earlier["samples"])

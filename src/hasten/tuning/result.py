@@ -49,7 +49,7 @@ class SearchState:
     step_profiles: dict[str, dict] = field(default_factory=dict)  # seconds of each phase per 1000 samples, by arm
     operations: dict | None = None  # of a step of the chosen recipe, if it lowers the precision
     confirmation: Confirmation | None = None
-    tested: list[Recipe] = field(default_factory=list)  # by a confirmation with whole trainings; each makes it stricter
+    tested: list[Recipe] = field(default_factory=list)  # as often as a confirmation with whole trainings looked at it
 
     @property
     def chosen(self) -> Finding | None:
@@ -122,7 +122,7 @@ def result_of(
         "evidence": chosen.evidence if chosen else "",
         "frontier": frontier_rows(frontier(findings), chosen, state.strong_finding),
         "training_seconds": seconds,
-        "training_measured": winner is not None or (chosen is None and bool(state.baseline) and study.horizon >= 1),
+        "training_measured": winner.uses_measured if winner else _is_baseline_measured(state, chosen, study.horizon),
         "price_per_hour": price_per_hour,
         "money": _money(seconds, price_per_hour),
         "is_partial": is_partial,
@@ -144,6 +144,7 @@ def result_of(
         "step_profile": state.step_profiles,
         "operations": state.operations,
         "peak_memory_bytes": _peak_memory(state, chosen),
+        "confirmed_recipes": [recipe.methods for recipe in state.tested],
         "offered": [_offered(name, study.trials, recipe) for name in offered.methods],
         "trials": study.trials,
         **{key: state.diagnosis.get(key) for key in ("phases", "ceilings", "facts")},
@@ -178,6 +179,11 @@ def _training_seconds(state: SearchState, chosen: Finding | None, horizon: float
         ends = {"tuned": ratio.median, "low": ratio.high, "high": ratio.low}
         seconds |= {name: (before or state.run_seconds) / end for name, end in ends.items()}
     return seconds
+
+
+def _is_baseline_measured(state: SearchState, chosen: Finding | None, horizon: float) -> bool:
+    """Whether the seconds of the training are those of whole runs, where no recipe is recommended."""
+    return chosen is None and bool(state.baseline) and horizon >= 1
 
 
 def _peak_memory(state: SearchState, chosen: Finding | None) -> dict[str, list[MemoryPeak]]:

@@ -6,7 +6,7 @@ seed; the seconds per sample come from the interleaved comparison, which knows t
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, geometric_mean, stdev
 from typing import Any
 
@@ -27,14 +27,16 @@ class Counts:
         paired: Row i of both arms is one seed, whose samples are equal by construction: exact recipes. Otherwise a seed
             says nothing about the other arm's samples (other batches, other schedule), and the arms are independent
             draws, of different numbers of seeds perhaps.
+        has_rounding: Whether the distance of two evaluations adds to the spread of the runs.
     """
 
     baseline: list[tuple[int, int]]
     tuned: list[tuple[int, int]]
     paired: bool = False
+    has_rounding: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"baseline": self.baseline, "tuned": self.tuned, "paired": self.paired}
 
 
 def time_to_target(comparison: dict, counts: Counts) -> tuple[Ratio, float, float]:
@@ -72,7 +74,7 @@ def mean_ratio(a: Sequence[float], b: Sequence[float], counts: Counts, half_widt
             degrees = len(logs_a) - 1.0
         else:
             variances = [
-                max(stdev(logs), _rounding(rows)) ** 2 / len(logs)
+                max(stdev(logs), _rounding(rows) if counts.has_rounding else 0.0) ** 2 / len(logs)
                 for logs, rows in ((logs_a, counts.baseline), (logs_b, counts.tuned))
             ]
             variance = sum(variances)

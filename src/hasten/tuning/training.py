@@ -147,8 +147,11 @@ class Outcome:
         return self if (self.gain_over(fastest) or 1.0) >= 1.0 else replace(self, fastest=fastest)
 
     @staticmethod
-    def of(runs: list[dict], baseline: Baseline, best: Outcome) -> Outcome:
-        """Judges a recipe by its runs so far, on one seed each; all but the last have been found good enough."""
+    def of(runs: list[dict], baseline: Baseline, best: Outcome, same_steps: bool = False) -> Outcome:
+        """Judges a recipe by its runs so far, on one seed each; all but the last have been found good enough.
+
+        With ``same_steps``, samples are compared in place of seconds.
+        """
         run = runs[-1]
 
         def outcome(verdict: str, why: str) -> Outcome:
@@ -169,7 +172,7 @@ class Outcome:
             original = f"the original ends at {baseline.metric:.4g}, and the margin is {baseline.margin:.3g}"
             return outcome("refused", f"ended at {fmean(metrics):.4g}; {original}")
         accepted = outcome("kept", "")
-        gain = accepted.gain_over(best)
+        gain = 1 / accepted.share_of_samples(best) if same_steps else accepted.gain_over(best)
         if gain is not None and gain < MIN_GAIN and not accepted.ends_better(best, baseline):
             seconds, best_seconds, what = accepted.times(best)
             return outcome("no gain", f"{what} in {seconds:.2f} s; the best so far takes {best_seconds:.2f} s")
@@ -273,12 +276,21 @@ def note_outcome(study: Study, text: str, outcome: Outcome, best: Outcome) -> No
 
 
 def run_seeds(
-    study: Study, recipe: Recipe, best: Outcome, baseline: Baseline, seen: list, races: bool = False
+    study: Study,
+    recipe: Recipe,
+    best: Outcome,
+    baseline: Baseline,
+    seen: list,
+    races: bool = False,
+    same_steps: bool = False,
 ) -> Outcome:
     """Runs one seed after the other, as long as the recipe can be kept and the other seeds are affordable.
 
     A run on the first seed is ended once it can no longer win. If it ``races``, that includes one that is behind the
     learning curve of the best so far; a compressed schedule rises late, and must not.
+
+    With ``same_steps`` the recipe differs from the best one in its length only: samples are compared, since the clocks
+    of two runs differ by more than their pace.
 
     ``seen`` holds the evaluations of the other presets on the first seed; those of this one are added. A preset that
     changes nothing in a run of this length is no gain: only the noise of the measured seconds could make it faster.
@@ -294,7 +306,7 @@ def run_seeds(
             if evaluations in seen:
                 return Outcome("no gain", "trains exactly as a setting that was tried before", tuple(runs))
             seen.append(evaluations)
-        outcome = Outcome.of(runs, baseline, best)
+        outcome = Outcome.of(runs, baseline, best, same_steps)
         others = (len(baseline.seeds) - 1) * runs[0]["trial_seconds"]
         if outcome.verdict != "kept" or others > AFFORDABLE_SHARE * study.budget.left():
             break

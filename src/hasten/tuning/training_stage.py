@@ -1,5 +1,6 @@
 """The second stage of a search: methods that change the training, by whole trainings or by shorter ones."""
 
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -30,12 +31,18 @@ from hasten.tuning.training import SEED_STEP, Baseline, first_outcome, search_tr
 from hasten.utils.durations import duration_option, format_duration
 
 BASELINE_SEEDS = 3
-FEW_BASELINE_SEEDS, FEW_RUNS = 2, 12  # seeds where the budget is worth fewer runs of the task than this
+FEW_BASELINE_SEEDS, FEW_RUNS = 2, 8  # seeds where the budget is worth fewer runs of the task than this
 MAX_COMPOSITIONS = 3
 TRAINING_SHARE = 0.75  # of the budget left, for the search; the rest is for the confirmation
 
 
-def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin: float | None) -> None:
+def find_training(
+    study: Study,
+    state: SearchState,
+    plan: dict[str, Any],
+    margin: float | None,
+    save: Callable[[], Any] = lambda: None,
+) -> None:
     """Finds and confirms recipes that change the training, by whole trainings or, if those do not fit, shorter ones."""
     budget, candidates, samples = study.budget, state.candidates, samples_of(plan)
     items = [*candidates.communication, *candidates.training]
@@ -53,6 +60,7 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
         if not state.findings:
             raise
         return study.note("baseline", "baseline", "failed", str(error))  # exact recipes need no metric
+    save()
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
     first = first_outcome(study, state.incumbents, baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
@@ -74,6 +82,7 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
             shorten(study, state.incumbents, joint, baseline, found)
         state.contributions = leave_one_out(study, state.incumbents, samples, baseline)
         state.ablated = state.incumbents.best
+    save()
     if budget.exhausted:
         note_not_tried(study, "training", items)
     recipes = state.incumbents.recipes
@@ -81,14 +90,16 @@ def find_training(study: Study, state: SearchState, plan: dict[str, Any], margin
         recipes = recipes[recipes.index(state.winner.recipe) + 1 :]  # the faster ones
     known = [*state.tested, *(found.recipe for found in state.findings)]
     recipes = [recipe for recipe in recipes if recipe and recipe not in known]
-    _confirm(study, state, baseline, recipes, is_whole)
+    _confirm(study, state, baseline, recipes, is_whole, save)
 
 
-def prove(study: Study, state: SearchState, margin: float | None, recipes: list[Recipe]) -> None:
+def prove(
+    study: Study, state: SearchState, margin: float | None, recipes: list[Recipe], save: Callable[[], Any]
+) -> None:
     """Confirms recipes of an earlier search, each faster than the one before it, by whole trainings."""
     study.horizon = 1.0
     baseline = state.baseline = run_baseline(study, margin)
-    _confirm(study, state, baseline, recipes, is_whole=True)
+    _confirm(study, state, baseline, recipes, is_whole=True, save=save)
 
 
 def _horizon(study: Study, state: SearchState, items: list, speedup: float) -> float:
@@ -141,18 +152,33 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
     return baseline
 
 
-def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list[Recipe], is_whole: bool) -> None:
+def _confirm(
+    study: Study,
+    state: SearchState,
+    baseline: Baseline,
+    recipes: list[Recipe],
+    is_whole: bool,
+    save: Callable[[], Any],
+) -> None:
     """Confirms the best recipes; measures a winner against one process and the strong baseline, and its parts."""
     budget, seconds = study.budget, state.comparison_seconds
-    with budget.reserve(PROFILE_SECONDS + (bool(state.strong_baseline) + (study.processes > 1)) * seconds):
-        attempts = confirm(study, recipes, baseline, seconds, len(state.tested)) if recipes else []
-    state.tested += [attempt.recipe for attempt in attempts if attempt.looks]
-    for attempt in attempts:
-        if attempt.gain and attempt.gain.median > 1:
-            state.findings.append(_finding_of(study, state, attempt, is_whole))
-    before = state.winner
-    if attempts and is_whole and (before is None or _is_faster(attempts[0], before)):
-        state.confirmation = attempts[0]
+    tested, findings, before = list(state.tested), list(state.findings), state.winner
+
+    def take(attempts: list[Confirmation]) -> None:
+        """Puts what is known of the attempts so far into the state, and saves it: what was proven is not lost."""
+        looked_at = [attempt for attempt in attempts if attempt.looks]
+        state.tested = tested + [attempt.recipe for attempt in looked_at]
+        known = [one for one in findings if one.evidence != ESTIMATED or one.recipe not in state.tested]
+        found = [one for one in looked_at if one.gain and one.gain.median > 1]
+        state.findings = known + [_finding_of(study, state, attempt, is_whole) for attempt in found]
+        best = next((attempt for attempt in attempts if attempt.passed), attempts[0])
+        if is_whole and (before is None or _is_faster(best, before)):
+            state.confirmation = best
+        save()
+
+    if recipes:
+        with budget.reserve(PROFILE_SECONDS + (bool(state.strong_baseline) + (study.processes > 1)) * seconds):
+            take(confirm(study, recipes, baseline, seconds, tested, take))
     winner = state.winner
     if winner is None or winner is before:
         return

@@ -22,6 +22,7 @@ from hasten.benchmarking.worker_group import start_workers
 from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
 from hasten.core.progress import ProgressCallback, no_progress
+from hasten.core.recipe import Recipe
 from hasten.engine.devices import pick_device
 from hasten.engine.environment import machine_and_versions, source_hash
 from hasten.engine.registry import method_class, method_names
@@ -33,7 +34,7 @@ from hasten.profiling.diagnose import diagnose
 from hasten.reporting.result_schema import TuneResult
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.candidates import MethodSelection, candidates_for
-from hasten.tuning.continuation import earlier_findings, finish_earlier
+from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_measured
 from hasten.tuning.finding import DEFAULT_LEVEL, EXACT, LEVELS, PRECISION
 from hasten.tuning.result import SearchState, result_of, write
 from hasten.tuning.study import Study
@@ -127,7 +128,7 @@ def tune(
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
             why = facts.get("no_whole_run") or "it has none"
             raise ConfigurationError(f"evidence={evidence} needs a metric on held-out data (validation_data); {why}")
-        settings = store.settings = _settings(facts, used, seed, processes)
+        settings = store.settings = _settings(facts, used, seed, processes, margin)
         earlier = _earlier_result(directory, settings) if continues else {}
     except BaseException:
         store.leave()
@@ -155,6 +156,7 @@ def tune(
     def save(is_partial: bool = True) -> TuneResult:
         about: Any = {"metric": facts["metric"], "offered": selection.offered, "price_per_hour": price_per_hour}
         result: Any = result_of(study, state, is_partial=is_partial, **about)
+        keep_measured(result, earlier)
         result |= {"expected_runs": runs, "out": str(directory)}
         of_search = {"others_percent": noise.summary(0.0, 0.0)["others_percent"]}
         result["system_noise"] = {**result["system_noise"], **of_search}
@@ -166,6 +168,7 @@ def tune(
         study.note("methods that change the training", "training", "not tried", facts["no_whole_run"])
     plan = _estimate(study, state, seconds, timeout)
     state.findings += earlier_findings(earlier)
+    state.tested = [Recipe(methods) for methods in earlier.get("confirmed_recipes", ())]
     try:
         save()
         _diagnose(study, state, selection, plan, facts.get("varied", {}))
@@ -181,7 +184,7 @@ def tune(
     return save(is_partial=False)
 
 
-def _settings(facts: dict[str, Any], device: str, seed: int, processes: int) -> dict[str, Any]:
+def _settings(facts: dict[str, Any], device: str, seed: int, processes: int, margin: float | None) -> dict[str, Any]:
     """What must be equal for stored trials to count and for a search to be continued."""
     return {
         "task": facts["fingerprint"],
@@ -189,6 +192,7 @@ def _settings(facts: dict[str, Any], device: str, seed: int, processes: int) -> 
         "device": device,
         "seed": seed,
         "processes": processes,
+        "margin": margin,
         "code": source_hash(),
         **machine_and_versions(device),
     }
@@ -206,12 +210,12 @@ def _run_stages(
     """Tries methods stage by stage, after what an ``earlier`` search left unproven; OutOfBudgetError at any point."""
     has_training_stage = has_validation and state.level not in (EXACT, PRECISION)
     if earlier:
-        finish_earlier(study, state, plan, margin, earlier, has_training_stage)
+        finish_earlier(study, state, plan, margin, earlier, has_training_stage, save)
         save()
     proof = state.confirmation
     find_systems(study, state, plan, has_training_stage, save)
     if has_training_stage:
-        find_training(study, state, plan, margin)
+        find_training(study, state, plan, margin, save)
     state.keep_faster(proof)
     if state.chosen:
         with study.budget.part(1.0):
