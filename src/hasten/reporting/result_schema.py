@@ -62,7 +62,7 @@ class TuneResult(Result, total=False):
 
     ``command`` is the user's own command, "" for a task. ``evidence`` is the level (of EVIDENCE_LEVELS) of the
     recommended recipe, "" without one. ``training_measured`` is False where ``training_seconds`` is predicted from
-    steps. ``confirmed_recipes`` holds each recipe whose whole trainings the quality gate has judged, as often as it has.
+    steps. ``confirmed_recipes`` holds each recipe of which whole trainings were judged, as often as they were.
     ``is_partial`` is True while the search is running.
     """
 
