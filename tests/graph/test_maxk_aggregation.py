@@ -204,6 +204,20 @@ def test_apply_maxk_alters_layers_after_the_first():
     assert apply_maxk(torch.nn.Sequential(torch.nn.Linear(24, 24), SAGEConv(24, 5)), 8) == ["1"]
 
 
+def test_apply_maxk_second_call_replaces_the_first():
+    torch.manual_seed(0)
+    reference = GraphSAGE(10, 24, 3)
+    once, twice, undone = (copy.deepcopy(reference) for _ in range(3))
+    x = torch.randn(SOURCES, 10)
+    apply_maxk(once, 16)
+    apply_maxk(twice, 4)
+    assert apply_maxk(twice, 16) == ["convs.1", "convs.2"]
+    assert torch.equal(twice(x, edges()), once(x, edges())) and not torch.equal(once(x, edges()), reference(x, edges()))
+    apply_maxk(undone, 4)
+    assert apply_maxk(undone, 24) == [], "no row has more than 24 values"
+    assert torch.equal(undone(x, edges()), reference(x, edges()))
+
+
 def test_layer_that_reads_input_features_passes_them_unchanged():
     torch.manual_seed(0)
     model = torch.nn.ModuleList([SAGEConv(10, 24), SAGEConv(10, 24)])  # as for two types of edges

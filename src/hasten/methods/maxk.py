@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from hasten import Card, Exactness, Method, NoEffectError, RunContext, option
+from hasten import Card, Exactness, Method, NoEffectError, RunContext, WrapOrder, option
 
 LAYERS = "SAGEConv, GCNConv or GINConv of PyTorch Geometric"
 
@@ -35,6 +35,7 @@ class MaxKAggregation(Method):
         gain_when="hidden layers of a few hundred values, k at most an eighth of them, and about 50 edges per node",
         accelerates={"forward", "backward"},
         applies_to={"graph_layers"},
+        order=WrapOrder.FIRST,  # activation_checkpointing recomputes the altered layers, too
         presets=({"k": 32}, {"k": 16}),
     )
 

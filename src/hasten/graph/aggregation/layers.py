@@ -7,6 +7,7 @@ such as a maximum over the neighbors, the input is masked and the layer's own ``
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,12 +23,22 @@ REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean"}
 SPARSE = "aggregations in CBSR form"  # key of the counter; the other keys are reasons for a dense aggregation
 
 
+@dataclass(frozen=True, eq=False)
+class Masking:
+    """What the altered layers of a model share, as their attribute ``hasten_maxk``."""
+
+    mask: MaxK
+    calls: Counter[str]
+    cache: AdjacencyCache
+
+
 def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None) -> list[str]:
     """Puts MaxK before the aggregation of ``SAGEConv``, ``GCNConv`` and ``GINConv`` layers of hidden features.
 
     Altered is every such layer (of exactly these classes) that is wider than k and that the model registers after
     another layer with parameters. A layer that receives features without a gradient while training passes them
     unchanged, as the first layer does. ``GCNConv`` aggregates before its linear map, which gives the same result.
+    A second call replaces the first.
 
     Args:
         model: Altered in place.
@@ -38,11 +49,13 @@ def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None
         The names of the altered layers.
     """
     layers = maxk_layers(model, k)
-    calls, cache = Counter() if calls is None else calls, AdjacencyCache()
+    masking = Masking(MaxK(k), Counter() if calls is None else calls, AdjacencyCache())
+    altered: list[Any] = [layer for layer in model.modules() if hasattr(layer, "hasten_maxk")]  # by an earlier call
     for layer in layers.values():
-        layer.forward = partial(
-            _forward, layer.forward, MaxK(k), calls, cache
-        )  # survives deepcopy, as bound methods do
+        if layer not in altered:
+            layer.forward = partial(_forward, layer, layer.forward)  # survives deepcopy, as bound methods do
+    for layer in (*altered, *layers.values()):
+        layer.hasten_maxk = masking
     return list(layers)
 
 
@@ -64,16 +77,10 @@ def maxk_layers(model: torch.nn.Module, k: int) -> dict[str, Any]:
 
 @torch.compiler.disable
 def _forward(
-    original: Callable[..., torch.Tensor],
-    mask: MaxK,
-    calls: Counter[str],
-    cache: AdjacencyCache,
-    x: Any,
-    edge_index: Any,
-    *args: Any,
-    **kwargs: Any,
+    layer: Any, original: Callable[..., torch.Tensor], x: Any, edge_index: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    layer: Any = original.__self__  # pyright: ignore[reportFunctionMemberAccess]
+    masking: Masking = layer.hasten_maxk
+    mask, calls = masking.mask, masking.calls
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
     if _is_input_feature(layer, source) or source.shape[-1] <= mask.k:
         return original(x, edge_index, *args, **kwargs)
@@ -93,7 +100,7 @@ def _forward(
     def neighbors(adjacency: Adjacency) -> torch.Tensor:
         return aggregate(adjacency, sparse, REDUCTIONS[str(layer.aggr)])
 
-    return UPDATES[type(layer)](layer, neighbors, cache, source, target, edge_index, *args, **kwargs)
+    return UPDATES[type(layer)](layer, neighbors, masking.cache, source, target, edge_index, *args, **kwargs)
 
 
 def _is_input_feature(layer: Any, source: torch.Tensor) -> bool:
