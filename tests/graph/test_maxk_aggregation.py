@@ -10,7 +10,7 @@ from torch_geometric.nn import GCN, GCNConv, GINConv, GraphSAGE, SAGEConv
 
 from hasten import ConfigurationError
 from hasten.graph import Adjacency, MaxK, aggregate, compress, maxk
-from hasten.graph.aggregation.layers import SPARSE, apply_maxk
+from hasten.graph.aggregation.layers import INPUTS, SPARSE, apply_maxk
 
 SOURCES, TARGETS, EDGES = 50, 40, 600
 
@@ -218,15 +218,42 @@ def test_apply_maxk_second_call_replaces_the_first():
     assert torch.equal(undone(x, edges()), reference(x, edges()))
 
 
-def test_layer_that_reads_input_features_passes_them_unchanged():
+class TwoTypes(torch.nn.Module):
+    """Two layers with a convolution for each of two types of edges."""
+
+    def __init__(self, beside: bool):
+        super().__init__()
+        self.layers = torch.nn.ModuleList()
+        for inputs, outputs in ((10, 24), (24, 5)):
+            convs = {name: SAGEConv((inputs, inputs), outputs) for name in ("rates", "rated_by")}
+            self.layers.append(torch.nn.ModuleDict(convs) if beside else torch.nn.ModuleList(convs.values()))
+
+    def forward(self, users, items, edge_index):
+        for rates, rated_by in ([*layer.children()] for layer in self.layers):
+            items, users = rates((users, items), edge_index), rated_by((items, users), edge_index.flip(0))
+        return torch.cat([users, items])
+
+
+@pytest.mark.parametrize(
+    ("beside", "names"),
+    [(True, ["layers.1.rates", "layers.1.rated_by"]), (False, ["layers.0.1", "layers.1.0", "layers.1.1"])],
+)
+def test_apply_maxk_trained_weights_evaluate_the_same_in_another_model(beside, names):
     torch.manual_seed(0)
-    model = torch.nn.ModuleList([SAGEConv(10, 24), SAGEConv(10, 24)])  # as for two types of edges
-    expected = copy.deepcopy(model[1])
-    assert apply_maxk(model, 4) == ["1"]
-    x = torch.randn(SOURCES, 10)
-    assert torch.equal(model[1](x, edges()), expected(x, edges()))
+    (trained, loaded), calls = (TwoTypes(beside) for _ in range(2)), Counter()
+    users, items = torch.randn(SOURCES, 10), torch.randn(TARGETS, 10)
+    assert apply_maxk(trained, 4, calls) == names
+    trained(users, items, edges()).sum().backward()
+    assert calls[INPUTS] == (not beside), "another layer than the first reads features of the data"
+    apply_maxk(loaded, 4)
+    loaded.load_state_dict(trained.state_dict())
     with torch.no_grad():
-        assert torch.equal(model[1](x, edges()), expected(x, edges()))
+        assert torch.equal(trained.eval()(users, items, edges()), loaded.eval()(users, items, edges()))
+
+
+def test_apply_maxk_layer_registered_twice_counts_where_it_is_first():
+    first = SAGEConv(24, 24)
+    assert apply_maxk(torch.nn.ModuleList([first, first, SAGEConv(24, 5)]), 4) == ["2"]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

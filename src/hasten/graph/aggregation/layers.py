@@ -20,7 +20,8 @@ from hasten.graph.aggregation.adjacency_cache import AdjacencyCache
 from hasten.graph.aggregation.maxk import FLOATS, MaxK, aggregate, compress
 
 REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean"}
-SPARSE = "aggregations in CBSR form"  # key of the counter; the other keys are reasons for a dense aggregation
+SPARSE = "aggregations in CBSR form"  # keys of the counter; the others are reasons for a dense aggregation
+INPUTS = "aggregations of features of the data, which no layer computed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +37,14 @@ def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None
     """Puts MaxK before the aggregation of ``SAGEConv``, ``GCNConv`` and ``GINConv`` layers of hidden features.
 
     Altered is every such layer (of exactly these classes) that is wider than k and that the model registers after
-    another layer with parameters. A layer that receives features without a gradient while training passes them
-    unchanged, as the first layer does. ``GCNConv`` aggregates before its linear map, which gives the same result.
-    A second call replaces the first.
+    another layer with parameters. Layers side by side in a ``ModuleDict``, as in ``HeteroConv``, come after the same
+    ones. The choice depends on the model alone, so that evaluation in another process masks what training masked.
+    ``GCNConv`` aggregates before its linear map, which gives the same result. A second call replaces the first.
 
     Args:
         model: Altered in place.
         k: Values that stay in each row.
-        calls: Counts how the altered layers aggregated; see ``SPARSE``.
+        calls: Counts how the altered layers aggregated; see ``SPARSE`` and ``INPUTS``.
 
     Returns:
         The names of the altered layers.
@@ -62,17 +63,33 @@ def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None
 def maxk_layers(model: torch.nn.Module, k: int) -> dict[str, Any]:
     """Name -> layer that ``apply_maxk`` alters."""
     layers: dict[str, Any] = {}
-    after_another = False
-    for name, module in model.named_modules():
+    seen: set[torch.nn.Module] = set()
+
+    def collect(name: str, module: torch.nn.Module, is_after_another: bool) -> bool:
+        """Whether what follows this module comes after another layer with parameters."""
+        if module in seen:
+            return is_after_another
+        seen.add(module)
         if type(module) in UPDATES:
-            width = getattr(module, "in_channels", None)
-            width = width[0] if isinstance(width, tuple) else width
-            if after_another and (not isinstance(width, int) or width < 0 or width > k):
+            if is_after_another and _is_wider(module, k):
                 layers[name] = module
-            after_another = True
-        elif any(True for _ in module.parameters(recurse=False)):
-            after_another = True
+            return True
+        before = after = is_after_another or any(True for _ in module.parameters(recurse=False))
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            is_beside = isinstance(module, torch.nn.ModuleDict)
+            after |= collect(path, child, before if is_beside else after)
+        return after
+
+    collect("", model, False)
     return layers
+
+
+def _is_wider(layer: torch.nn.Module, k: int) -> bool:
+    """Whether a layer reads more than k values, or a number that it does not know yet."""
+    width: Any = getattr(layer, "in_channels", None)
+    width = width[0] if isinstance(width, tuple) else width
+    return not isinstance(width, int) or width < 0 or width > k
 
 
 @torch.compiler.disable
@@ -82,8 +99,10 @@ def _forward(
     masking: Masking = layer.hasten_maxk
     mask, calls = masking.mask, masking.calls
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
-    if _is_input_feature(layer, source) or source.shape[-1] <= mask.k:
+    if source.shape[-1] <= mask.k:
         return original(x, edge_index, *args, **kwargs)
+    if layer.training and torch.is_grad_enabled() and not source.requires_grad:
+        calls[INPUTS] += 1
     obstacle = _obstacle(layer, source, edge_index, args, kwargs)
     if obstacle:
         calls[obstacle] += 1
@@ -101,13 +120,6 @@ def _forward(
         return aggregate(adjacency, sparse, REDUCTIONS[str(layer.aggr)])
 
     return UPDATES[type(layer)](layer, neighbors, masking.cache, source, target, edge_index, *args, **kwargs)
-
-
-def _is_input_feature(layer: Any, source: torch.Tensor) -> bool:
-    """Whether the layer reads features that no layer before it computed; decided while training, and remembered."""
-    if layer.training and torch.is_grad_enabled():
-        layer.reads_input_features = not source.requires_grad
-    return getattr(layer, "reads_input_features", False)
 
 
 def _obstacle(layer: Any, source: torch.Tensor, edge_index: Any, args: tuple[Any, ...], kwargs: Any) -> str:
