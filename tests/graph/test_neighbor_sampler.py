@@ -412,3 +412,18 @@ def test_sampler_edge_times_without_seed_times_are_refused():
     graph.when = torch.arange(graph.num_edges)
     with pytest.raises(ConfigurationError, match="edges have times, so each seed needs one: pass input_time"):
         batches(graph, NeighborSampler(graph, [3], time_attr="when"))
+
+
+def test_sampler_seeds_of_a_type_without_times_are_refused():
+    graph = typed_graph()
+    graph["user"].time = torch.arange(100)
+    loader = NodeLoader(graph, NeighborSampler(graph, [3], time_attr="time"), input_nodes=("item", torch.arange(5)))
+    with pytest.raises(ConfigurationError, match="edges have times, so each seed needs one: pass input_time"):
+        next(iter(loader))
+
+
+def test_sampler_seeds_of_an_unknown_type_are_refused():
+    graph = typed_graph()
+    loader = NodeLoader(graph, NeighborSampler(graph, [3]), input_nodes=("usr", torch.arange(5)))
+    with pytest.raises(ConfigurationError, match="the graph has no nodes of type 'usr'; it has item, user"):
+        next(iter(loader))

@@ -136,6 +136,9 @@ class NeighborSampler(pyg.NeighborSampler):
         return int(key)
 
     def _checked(self, node_type: str, nodes: Tensor) -> Ids:
+        if node_type not in self._sizes():
+            known = ", ".join(self._sizes())
+            raise ConfigurationError(f"the graph has no nodes of type {node_type!r}; it has {known}")
         checks.check_seeds(nodes, self._sizes()[node_type], node_type)
         return nodes.to("cpu", torch.int64).contiguous().numpy()
 
@@ -160,9 +163,9 @@ class NeighborSampler(pyg.NeighborSampler):
         if not self.is_temporal:
             return None
         if times is None:
-            if self.node_time is None:
+            own: dict[str, Any] = self.node_time if isinstance(self.node_time, dict) else {NODE: self.node_time}
+            if any(own.get(node_type) is None for node_type in seeds):
                 raise ConfigurationError("edges have times, so each seed needs one: pass input_time to the loader")
-            own = self.node_time if isinstance(self.node_time, dict) else {NODE: self.node_time}
             return numpy.concatenate([own[node_type].numpy()[nodes] for node_type, nodes in seeds.items()])
         return numpy.concatenate([times[node_type].numpy() for node_type in seeds])
 
