@@ -177,15 +177,33 @@ def test_apply_maxk_equals_maxk_by_hand(make):
     assert model.state_dict().keys() == reference.state_dict().keys()
 
 
-def test_apply_maxk_uses_edge_weights_of_gcn():
+@pytest.mark.parametrize(
+    ("normalize", "weights"),
+    [
+        (True, torch.rand(EDGES, dtype=torch.float64)),
+        (True, torch.rand(EDGES, 1, dtype=torch.float64)),
+        (False, torch.rand(EDGES, 1, dtype=torch.float64)),
+        (False, torch.arange(EDGES) % 3),
+    ],
+)
+def test_apply_maxk_uses_edge_weights_of_gcn(normalize, weights):
     torch.manual_seed(0)
-    reference = ByHand(GCNConv(10, 24), GCNConv(24, 5), k=4).double()
-    model = copy.deepcopy(reference)
+    reference = ByHand(GCNConv(10, 24), GCNConv(24, 5, normalize=normalize), k=4).double()
+    model, calls = copy.deepcopy(reference), Counter()
     model.k = 0
-    apply_maxk(model, 4)
-    x, weights = torch.randn(SOURCES, 10, dtype=torch.float64), torch.rand(EDGES, dtype=torch.float64)
+    apply_maxk(model, 4, calls)
+    x = torch.randn(SOURCES, 10, dtype=torch.float64)
     out, expected = (each(x, edges(), edge_weight=weights) for each in (model, reference))
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    assert calls == {SPARSE: 1}
+
+
+def test_apply_maxk_gcn_refuses_a_pair_as_without():
+    model = torch.nn.Sequential(torch.nn.Linear(24, 24), GCNConv(24, 5))
+    apply_maxk(model, 4)
+    x = torch.randn(SOURCES, 24, requires_grad=True)
+    with pytest.raises(ValueError, match="received a tuple of node features"):
+        model[1]((x, x), edges())
 
 
 def test_apply_maxk_aggregates_a_bipartite_block():

@@ -98,8 +98,9 @@ def _forward(
 ) -> torch.Tensor:
     masking: Masking = layer.hasten_maxk
     mask, calls = masking.mask, masking.calls
-    source, target = x if isinstance(x, (tuple, list)) else (x, x)
-    if source.shape[-1] <= mask.k:
+    is_pair = isinstance(x, (tuple, list))
+    source, target = x if is_pair else (x, x)
+    if source.shape[-1] <= mask.k or (is_pair and isinstance(layer, GCNConv)):  # GCNConv refuses pairs
         return original(x, edge_index, *args, **kwargs)
     if layer.training and torch.is_grad_enabled() and not source.requires_grad:
         calls[INPUTS] += 1
@@ -108,7 +109,7 @@ def _forward(
         calls[obstacle] += 1
         masked = mask(source)
         target = masked if target is source else None if target is None else mask(target)
-        return original((masked, target) if isinstance(x, (tuple, list)) else masked, edge_index, *args, **kwargs)
+        return original((masked, target) if is_pair else masked, edge_index, *args, **kwargs)
     calls[SPARSE] += 1
     sparse = compress(source, mask.k)
     if target is source and not isinstance(layer, GCNConv):
@@ -189,7 +190,7 @@ def _gcn(
 
     def normalized() -> Adjacency:
         edges: Any = edge_index
-        weights = edge_weight
+        weights = None if edge_weight is None else _flat_weights(edge_weight, source.dtype)
         if layer.normalize:
             options = layer.improved, layer.add_self_loops, layer.flow, source.dtype
             edges, weights = gcn_norm(edges, weights, nodes, *options)
@@ -198,6 +199,11 @@ def _gcn(
     settings = nodes, layer.normalize, layer.improved, layer.add_self_loops, source.dtype
     out = layer.lin(neighbors(cache.get((edge_index, edge_weight), settings, normalized)))
     return out if layer.bias is None else out + layer.bias
+
+
+def _flat_weights(edge_weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One float per edge: ``GCNConv`` takes weights of shape (edges, 1) and integers, too."""
+    return edge_weight.reshape(-1).to(edge_weight.dtype if edge_weight.is_floating_point() else dtype)
 
 
 def _plain(
