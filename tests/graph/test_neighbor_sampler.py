@@ -15,6 +15,7 @@ from torch_geometric.nn import GraphSAGE
 
 from hasten import ConfigurationError
 from hasten.graph import NeighborSampler, threads
+from hasten.graph.sampling import checks
 from hasten.graph.sampling.checks import check_csc
 from helpers.graphs import assert_edges_are_those_of, random_graph, typed_graph
 
@@ -427,3 +428,30 @@ def test_sampler_seeds_of_an_unknown_type_are_refused():
     loader = NodeLoader(graph, NeighborSampler(graph, [3]), input_nodes=("usr", torch.arange(5)))
     with pytest.raises(ConfigurationError, match="the graph has no nodes of type 'usr'; it has item, user"):
         next(iter(loader))
+
+
+def test_sampler_times_of_nodes_are_kept_once_for_each_node():
+    graph = random_graph()
+    (matrix,) = NeighborSampler(graph, [3], seed=1, time_attr="time")._matrices().values()
+    assert matrix.times is None and matrix.node_times.ctypes.data == graph.time.data_ptr()
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "last"])
+def test_sampler_times_of_nodes_draw_as_the_same_times_of_edges(strategy):
+    graph = random_graph()
+    options = {"seed": 1, "temporal_strategy": strategy}
+    expected = batches(graph, NeighborSampler(graph, [3, 3], time_attr="time", **options))
+    times, graph.when = graph.time, graph.time[graph.edge_index[0]]
+    del graph.time
+    found = batches(graph, NeighborSampler(graph, [3, 3], time_attr="when", **options), input_time=times)
+    assert same(expected, found)
+
+
+def test_sampler_in_another_process_does_not_check_the_graph_again(monkeypatch):
+    graph = random_graph()
+    sampler = NeighborSampler(graph, [3], seed=1, time_attr="time")
+    expected = batches(graph, sampler)
+    received = pickle.loads(pickle.dumps(sampler))
+    for check in ("check_csc", "check_times"):
+        monkeypatch.delattr(checks, check)
+    assert same(expected, batches(graph, received))

@@ -85,7 +85,9 @@ class NeighborSampler(pyg.NeighborSampler):
         self._tables = NodeTablePool(self._sizes())
         self._expected: dict[EdgeType, int] = {}  # edges of the next sample, about
         self._cached: dict[EdgeType, EdgeMatrix] | None = None
-        self._matrices()  # refuses a damaged graph now
+        for edge_type, name in self._edge_names().items():
+            self._check_edges(edge_type, name)  # here only, not in each process that receives the sampler
+        self._matrices()
         self._fanouts()
 
     def set_epoch(self, epoch: int) -> None:
@@ -185,26 +187,26 @@ class NeighborSampler(pyg.NeighborSampler):
             raise ConfigurationError(f"num_neighbors: {error}") from None
         return {self.to_edge_type[name]: v for name, v in values.items()} if self.is_hetero else {EDGE: values}
 
-    def _matrices(self) -> dict[EdgeType, EdgeMatrix]:
-        """The graph as NumPy arrays that share the memory of the tensors, made once in each process.
+    def _edge_names(self) -> dict[EdgeType, str | None]:
+        """The name of each type of edge in PyTorch Geometric's dicts, None without types.
 
         Sorted by type of edge: their order is part of the sample, and that of a graph store is random.
         """
+        return {kind: self.to_rel_type[kind] for kind in sorted(self.edge_types)} if self.is_hetero else {EDGE: None}
+
+    def _matrices(self) -> dict[EdgeType, EdgeMatrix]:
+        """The graph as NumPy arrays that share the memory of the tensors, made once in each process."""
         if self._cached is None:
-            types = sorted(self.edge_types) if self.is_hetero else []
-            names = {edge_type: self.to_rel_type[edge_type] for edge_type in types} if types else {EDGE: None}
-            self._cached = {edge_type: self._matrix(edge_type, name) for edge_type, name in names.items()}
+            self._cached = {edge_type: self._matrix(edge_type, name) for edge_type, name in self._edge_names().items()}
         return self._cached
 
-    def _matrix(self, edge_type: EdgeType, name: str | None) -> EdgeMatrix:
-        """The edges of one type; ``name`` is that of the type in PyTorch Geometric's dicts, None without types."""
-        graph: tuple[Any, Any] = (self.colptr, self.row) if name is None else (self.colptr_dict, self.row_dict)
-        indptr, indices = (_of(part, name).contiguous() for part in graph)
+    def _check_edges(self, edge_type: EdgeType, name: str | None) -> None:
+        """ConfigurationError if the edges of one type or their times are damaged."""
+        indptr, indices = self._csc(name)
         num_sources, num_targets = self._sizes()[edge_type[0]], self._sizes()[edge_type[2]]
         label = "the graph" if name is None else f"the edges {edge_type}"
         checks.check_csc(label, indptr, indices, num_targets, num_sources)
-        weights, times = _of(self.edge_weight, name), _of(self.edge_time, name)
-        node_times = _of(self.node_time, None if name is None else edge_type[0])
+        times, node_times = self._times(edge_type, name)
         if node_times is not None:
             if node_times.shape != (num_sources,):
                 shape = tuple(node_times.shape)
@@ -212,13 +214,28 @@ class NeighborSampler(pyg.NeighborSampler):
             times = node_times[indices]
         if times is not None:
             checks.check_times(label, times, indptr)
-        weights, times = (None if tensor is None else tensor.numpy() for tensor in (weights, times))
-        sources = _narrow(indices, num_sources)
+
+    def _matrix(self, edge_type: EdgeType, name: str | None) -> EdgeMatrix:
+        """The edges of one type."""
+        indptr, indices = self._csc(name)
+        sources = _narrow(indices, self._sizes()[edge_type[0]])
         if name is None:  # in place of PyTorch Geometric's own copy
             self.row = sources
         else:
             self.row_dict[name] = sources
-        return EdgeMatrix(indptr.to(torch.int64).numpy(), sources.numpy(), weights, times)
+        values = _of(self.edge_weight, name), *self._times(edge_type, name)
+        weights, times, node_times = (None if tensor is None else tensor.contiguous().numpy() for tensor in values)
+        return EdgeMatrix(indptr.to(torch.int64).numpy(), sources.numpy(), weights, times, node_times)
+
+    def _csc(self, name: str | None) -> tuple[Tensor, Tensor]:
+        """Column pointers and sources of the edges of one type."""
+        graph: tuple[Any, Any] = (self.colptr, self.row) if name is None else (self.colptr_dict, self.row_dict)
+        indptr, indices = (_of(part, name).contiguous() for part in graph)
+        return indptr, indices
+
+    def _times(self, edge_type: EdgeType, name: str | None) -> tuple[Tensor | None, Tensor | None]:
+        """Times of the edges of one type, or of their source nodes."""
+        return _of(self.edge_time, name), _of(self.node_time, None if name is None else edge_type[0])
 
     def _output(
         self, numberings: Mapping[str, Numbering], found: Mapping[EdgeType, SampledEdges]
