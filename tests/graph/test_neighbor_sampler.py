@@ -455,3 +455,14 @@ def test_sampler_in_another_process_does_not_check_the_graph_again(monkeypatch):
     for check in ("check_csc", "check_times"):
         monkeypatch.delattr(checks, check)
     assert same(expected, batches(graph, received))
+
+
+@pytest.mark.parametrize("attribute", ["weight", "time"])
+@pytest.mark.parametrize("change", [torch.Tensor.half, torch.Tensor.bfloat16, torch.nn.Parameter])
+def test_sampler_weights_and_times_of_any_float_draw_as_in_32_bits(attribute, change):
+    graph = random_graph()
+    options = {"seed": 1, f"{attribute}_attr": attribute}
+    graph[attribute] = graph[attribute].bfloat16().half().float()
+    expected = batches(graph, NeighborSampler(graph, [3, 3], **options))
+    graph[attribute] = change(graph[attribute])
+    assert same(expected, batches(graph, NeighborSampler(graph, [3, 3], **options)))

@@ -168,8 +168,8 @@ class NeighborSampler(pyg.NeighborSampler):
             own: dict[str, Any] = self.node_time if isinstance(self.node_time, dict) else {NODE: self.node_time}
             if any(own.get(node_type) is None for node_type in seeds):
                 raise ConfigurationError("edges have times, so each seed needs one: pass input_time to the loader")
-            return numpy.concatenate([own[node_type].numpy()[nodes] for node_type, nodes in seeds.items()])
-        return numpy.concatenate([times[node_type].numpy() for node_type in seeds])
+            return numpy.concatenate([_array(own[node_type])[nodes] for node_type, nodes in seeds.items()])
+        return numpy.concatenate([_array(times[node_type]) for node_type in seeds])
 
     def _sizes(self) -> dict[str, int]:
         """The number of nodes of each type, sorted: PyTorch Geometric lists types of a graph store in random order."""
@@ -224,7 +224,7 @@ class NeighborSampler(pyg.NeighborSampler):
         else:
             self.row_dict[name] = sources
         values = _of(self.edge_weight, name), *self._times(edge_type, name)
-        weights, times, node_times = (None if tensor is None else tensor.contiguous().numpy() for tensor in values)
+        weights, times, node_times = (None if tensor is None else _array(tensor) for tensor in values)
         return EdgeMatrix(indptr.to(torch.int64).numpy(), sources.numpy(), weights, times, node_times)
 
     def _csc(self, name: str | None) -> tuple[Tensor, Tensor]:
@@ -265,6 +265,12 @@ class NeighborSampler(pyg.NeighborSampler):
 def _of(values: Any, name: str | None) -> Any:
     """The value of one type; without types there is one value."""
     return values if name is None or values is None else values.get(name)
+
+
+def _array(values: Tensor) -> NDArray:
+    """Weights or times for a kernel, in the same memory, but half precision in 32 bits."""
+    values = values.detach().contiguous()
+    return (values.float() if values.dtype in (torch.float16, torch.bfloat16) else values).numpy()
 
 
 def _narrow(ids: Tensor, size: int) -> Tensor:
