@@ -330,6 +330,8 @@ def test_sampler_empty_batch_duplicate_seeds_self_loops_and_isolated_nodes_are_s
         ({"edge_index": torch.tensor([[-1], [3]])}, {}, "edge_index has source -1, but nodes are 0 to 499"),
         ({}, {"is_sorted": True}, "edge_index is not sorted by target; leave out is_sorted=True"),
         ({}, {"is_sorted": True, "sample_direction": "backward"}, "edge_index is not sorted by source; leave out"),
+        ({}, {"seed": 1.0}, "seed must be an integer; got 1.0"),
+        ({}, {"seed": True}, "seed must be an integer; got True"),
         ({}, {"temporal_strategy": "latest"}, "temporal_strategy must be uniform or last, not 'latest'"),
         ({}, {"num_neighbors": 5}, "num_neighbors must be a list of integers from -1 (all), one for each hop; got 5"),
         ({}, {"num_neighbors": [2.5]}, "one for each hop; got [2.5]"),

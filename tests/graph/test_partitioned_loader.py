@@ -350,6 +350,12 @@ def test_hybrid_sampler_used_by_several_threads_draws_the_same():
         assert torch.equal(one.n_id, other.n_id) and torch.equal(one.edge_index, other.edge_index)
 
 
+@pytest.mark.parametrize("seed", [None, 1.0, True])
+def test_hybrid_sampler_seed_that_is_no_integer_is_refused(seed):
+    with pytest.raises(ConfigurationError, match="seed must be an integer; got"):
+        HybridSampler(*random_graph(), (2,), seed=seed)
+
+
 @pytest.mark.parametrize(
     ("scheme", "options_of", "text"),
     [

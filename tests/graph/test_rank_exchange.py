@@ -156,6 +156,15 @@ def test_vanilla_sampler_damaged_edges_of_one_rank_are_refused_on_every_rank(ind
     assert text in str(second) and str(first) == f"rank 1 failed: {second}"
 
 
+def test_vanilla_sampler_seed_that_is_no_integer_is_refused_on_every_rank():
+    def run(rank: int) -> None:
+        start()
+        own = torch.zeros(6 - rank, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        VanillaSampler(*own, RankExchange(torch.tensor([0, 5, 9]), 20), [2], seed="1")
+
+    assert all("seed must be an integer; got '1'" in str(error) for error in run_ranks(2, run))
+
+
 def test_vanilla_sampler_seeds_of_another_rank_are_refused():
     def run(rank: int) -> None:
         start()

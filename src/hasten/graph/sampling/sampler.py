@@ -49,8 +49,9 @@ class NeighborSampler(pyg.NeighborSampler):
 
     Raises:
         ConfigurationError: the edges are not integers, name nodes that do not exist, or are not sorted as claimed; a
-            number of neighbors is no integer from -1 on; an attribute or the temporal strategy is unknown; weights are
-            negative or their sum is not finite; times do not ascend; disjoint samples of induced subgraphs.
+            number of neighbors is no integer from -1 on; the seed is no integer; an attribute or the temporal strategy
+            is unknown; weights are negative or their sum is not finite; times do not ascend; disjoint samples of
+            induced subgraphs.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class NeighborSampler(pyg.NeighborSampler):
         num_threads: int | None = None,
         **options: Any,
     ):
+        if seed is not None:
+            checks.check_seed(seed)
         given = inspect.signature(super().__init__).bind(data, num_neighbors, *args, **options)
         given.apply_defaults()
         chosen = given.arguments
@@ -79,7 +82,7 @@ class NeighborSampler(pyg.NeighborSampler):
             raise ConfigurationError(
                 "weights cannot be combined with sample_direction='backward' for several edge types"
             )
-        self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
+        self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else int(seed)
         self.num_threads = num_threads
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that live on see a new epoch
         self._tables = NodeTablePool(self._sizes())
