@@ -3,13 +3,16 @@
 import copy
 import pickle
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch_geometric.nn import GCN, GCNConv, GINConv, GraphSAGE, SAGEConv
 
 from hasten import ConfigurationError
-from hasten.graph import Adjacency, MaxK, aggregate, compress, maxk
+from hasten.graph import CBSR, Adjacency, MaxK, aggregate, compress, maxk
+from hasten.graph.aggregation import maxk as maxk_module
 from hasten.graph.aggregation.layers import INPUTS, SPARSE, apply_maxk
 
 SOURCES, TARGETS, EDGES = 50, 40, 600
@@ -130,6 +133,18 @@ def test_aggregation_of_unfit_parts_is_refused():
         aggregate(adjacency, compress(torch.zeros(SOURCES, 9), 2), "max")
     with pytest.raises(ConfigurationError, match="expected float32 or float64"):
         aggregate(adjacency, compress(torch.zeros(SOURCES, 9, dtype=torch.bfloat16), 2))
+    values, columns = (torch.zeros(SOURCES, 2, dtype=dtype, device="meta") for dtype in (torch.float32, torch.uint8))
+    with pytest.raises(ConfigurationError, match="values on meta for a graph on cpu; expected one device"):
+        aggregate(adjacency, CBSR(values, columns, 9))
+
+
+def test_gpu_kernel_runs_on_the_device_of_its_values(monkeypatch):
+    entered = []
+    kernels = SimpleNamespace(product=lambda values, factor: values * factor)
+    monkeypatch.setattr(maxk_module, "import_module", lambda name: kernels)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
+    assert maxk_module._on_gpu("product", torch.ones(2), 3).tolist() == [3, 3]
+    assert entered == [torch.device("cpu")]
 
 
 class ByHand(torch.nn.Module):
