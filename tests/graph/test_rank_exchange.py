@@ -53,6 +53,14 @@ def test_rank_exchange_partitions_that_differ_are_named_on_every_rank():
         assert "different offsets of the partition: [0, 5, 12] on rank 0, [0, 6, 12] on rank 1" in str(error)
 
 
+def test_rank_exchange_partitions_of_equal_sizes_that_differ_are_refused_on_every_rank():
+    def run(rank: int) -> None:
+        start()
+        RankExchange(torch.tensor([0, 5, 9]), 20, torch.arange(9).roll(rank))
+
+    assert all("different old ids of the partition (checksums)" in str(error) for error in run_ranks(2, run))
+
+
 def fetched(rank: int, world: int, ids_of, dtype=torch.float32) -> torch.Tensor:
     start()
     partition = partition_graph(*random_graph(), world, "ranges")

@@ -17,7 +17,7 @@ from torch import Tensor
 from hasten.core.errors import ConfigurationError
 from hasten.graph.features import check_node_ids
 from hasten.graph.partitions.exchange import RankExchange
-from hasten.graph.partitions.partition import check_graph, graph_checksum
+from hasten.graph.partitions.partition import array_checksum, check_graph
 from hasten.graph.sampling import kernels
 from hasten.graph.sampling.checks import check_fanouts, check_seed
 from hasten.graph.sampling.hops import EdgeMatrix, hop_key, sample, sample_hop
@@ -105,7 +105,7 @@ class HybridSampler(PartitionedSampler):
 
     @cached_property
     def shared_settings(self) -> dict[str, Any]:
-        return super().shared_settings | {"graphs (checksums)": graph_checksum(*self._graph)}
+        return super().shared_settings | {"graphs (checksums)": array_checksum(*self._graph)}
 
     def _sample(self, numbering: Numbering, key: int) -> SampledNeighborhood:
         found = sample({EDGE: self._matrix}, {NODE: numbering}, {EDGE: self.fanouts}, key)[EDGE]
