@@ -82,7 +82,7 @@ class Sage(nn.Module):
 def loader_of(
     scheme: str, batch_size: int, partition: GraphPartition, graph: tuple[Tensor, Tensor], batches: int
 ) -> PartitionedLoader:
-    exchange = RankExchange(partition.offsets, timeout=120)
+    exchange = RankExchange(partition.offsets, timeout=120, old_ids=partition.old_ids)
     first, end = partition.bounds(exchange.rank)
     own = partition.old_ids[first:end]
     features = RemoteFeatures(InMemoryFeatures(torch.sin(own[:, None] * torch.arange(1.0, WIDTH + 1))), exchange)

@@ -1,9 +1,11 @@
 """The cache of sorted graphs: one for the tensors of a graph while they live and stay as they are."""
 
+import weakref
+
 import torch
 
 from hasten.graph.aggregation.adjacency import Adjacency
-from hasten.graph.aggregation.adjacency_cache import AdjacencyCache
+from hasten.graph.aggregation.adjacency_cache import ENTRIES, AdjacencyCache
 
 
 def built(edge_index: torch.Tensor) -> Adjacency:
@@ -28,3 +30,19 @@ def test_sorted_graph_does_not_outlive_the_batch_that_it_was_sampled_for():
     assert len(cache._entries) == 1
     del edges
     assert not cache._entries
+
+
+def test_graph_that_changes_is_kept_once():
+    cache, edges = AdjacencyCache(), torch.tensor([[0, 1, 2], [1, 2, 0]])
+    for source in range(3):
+        edges[0, 0] = source
+        cache.get((edges, None), "settings", lambda: built(edges))
+    assert len(cache._entries) == 1
+    assert weakref.getweakrefcount(edges) == 1
+
+
+def test_graph_that_is_needed_no_more_is_not_watched():
+    cache, edges = AdjacencyCache(), torch.tensor([[0, 1, 2], [1, 2, 0]])
+    for settings in range(2 * ENTRIES):
+        cache.get((edges,), settings, lambda: built(edges))
+    assert len(cache._entries) == weakref.getweakrefcount(edges) == ENTRIES

@@ -78,7 +78,8 @@ def test_memory_mapped_features_file_with_python_objects_is_refused(tmp_path):
     [
         (numpy.zeros(3), "two dimensions"),
         (numpy.array(3.0), "two dimensions"),
-        (numpy.array([["a"]]), "unknown to PyTorch|PyTorch does not"),
+        (numpy.array([["a"]]), "elements of type <U1, which PyTorch does not know"),
+        (numpy.zeros((2, 2), ">f4"), "elements of type >f4, which PyTorch does not know"),
     ],
 )
 def test_memory_mapped_features_other_arrays_are_refused(tmp_path, array, text):

@@ -3,14 +3,17 @@
 import copy
 import pickle
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch_geometric.nn import GCN, GCNConv, GINConv, GraphSAGE, SAGEConv
 
 from hasten import ConfigurationError
-from hasten.graph import Adjacency, MaxK, aggregate, compress, maxk
-from hasten.graph.aggregation.layers import SPARSE, apply_maxk
+from hasten.graph import CBSR, Adjacency, MaxK, aggregate, compress, maxk
+from hasten.graph.aggregation import maxk as maxk_module
+from hasten.graph.aggregation.layers import INPUTS, SPARSE, apply_maxk
 
 SOURCES, TARGETS, EDGES = 50, 40, 600
 
@@ -130,6 +133,18 @@ def test_aggregation_of_unfit_parts_is_refused():
         aggregate(adjacency, compress(torch.zeros(SOURCES, 9), 2), "max")
     with pytest.raises(ConfigurationError, match="expected float32 or float64"):
         aggregate(adjacency, compress(torch.zeros(SOURCES, 9, dtype=torch.bfloat16), 2))
+    values, columns = (torch.zeros(SOURCES, 2, dtype=dtype, device="meta") for dtype in (torch.float32, torch.uint8))
+    with pytest.raises(ConfigurationError, match="values on meta for a graph on cpu; expected one device"):
+        aggregate(adjacency, CBSR(values, columns, 9))
+
+
+def test_gpu_kernel_runs_on_the_device_of_its_values(monkeypatch):
+    entered = []
+    kernels = SimpleNamespace(product=lambda values, factor: values * factor)
+    monkeypatch.setattr(maxk_module, "import_module", lambda name: kernels)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
+    assert maxk_module._on_gpu("product", torch.ones(2), 3).tolist() == [3, 3]
+    assert entered == [torch.device("cpu")]
 
 
 class ByHand(torch.nn.Module):
@@ -177,15 +192,33 @@ def test_apply_maxk_equals_maxk_by_hand(make):
     assert model.state_dict().keys() == reference.state_dict().keys()
 
 
-def test_apply_maxk_uses_edge_weights_of_gcn():
+@pytest.mark.parametrize(
+    ("normalize", "weights"),
+    [
+        (True, torch.rand(EDGES, dtype=torch.float64)),
+        (True, torch.rand(EDGES, 1, dtype=torch.float64)),
+        (False, torch.rand(EDGES, 1, dtype=torch.float64)),
+        (False, torch.arange(EDGES) % 3),
+    ],
+)
+def test_apply_maxk_uses_edge_weights_of_gcn(normalize, weights):
     torch.manual_seed(0)
-    reference = ByHand(GCNConv(10, 24), GCNConv(24, 5), k=4).double()
-    model = copy.deepcopy(reference)
+    reference = ByHand(GCNConv(10, 24), GCNConv(24, 5, normalize=normalize), k=4).double()
+    model, calls = copy.deepcopy(reference), Counter()
     model.k = 0
-    apply_maxk(model, 4)
-    x, weights = torch.randn(SOURCES, 10, dtype=torch.float64), torch.rand(EDGES, dtype=torch.float64)
+    apply_maxk(model, 4, calls)
+    x = torch.randn(SOURCES, 10, dtype=torch.float64)
     out, expected = (each(x, edges(), edge_weight=weights) for each in (model, reference))
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    assert calls == {SPARSE: 1}
+
+
+def test_apply_maxk_gcn_refuses_a_pair_as_without():
+    model = torch.nn.Sequential(torch.nn.Linear(24, 24), GCNConv(24, 5))
+    apply_maxk(model, 4)
+    x = torch.randn(SOURCES, 24, requires_grad=True)
+    with pytest.raises(ValueError, match="received a tuple of node features"):
+        model[1]((x, x), edges())
 
 
 def test_apply_maxk_aggregates_a_bipartite_block():
@@ -204,15 +237,56 @@ def test_apply_maxk_alters_layers_after_the_first():
     assert apply_maxk(torch.nn.Sequential(torch.nn.Linear(24, 24), SAGEConv(24, 5)), 8) == ["1"]
 
 
-def test_layer_that_reads_input_features_passes_them_unchanged():
+def test_apply_maxk_second_call_replaces_the_first():
     torch.manual_seed(0)
-    model = torch.nn.ModuleList([SAGEConv(10, 24), SAGEConv(10, 24)])  # as for two types of edges
-    expected = copy.deepcopy(model[1])
-    assert apply_maxk(model, 4) == ["1"]
+    reference = GraphSAGE(10, 24, 3)
+    once, twice, undone = (copy.deepcopy(reference) for _ in range(3))
     x = torch.randn(SOURCES, 10)
-    assert torch.equal(model[1](x, edges()), expected(x, edges()))
+    apply_maxk(once, 16)
+    apply_maxk(twice, 4)
+    assert apply_maxk(twice, 16) == ["convs.1", "convs.2"]
+    assert torch.equal(twice(x, edges()), once(x, edges())) and not torch.equal(once(x, edges()), reference(x, edges()))
+    apply_maxk(undone, 4)
+    assert apply_maxk(undone, 24) == [], "no row has more than 24 values"
+    assert torch.equal(undone(x, edges()), reference(x, edges()))
+
+
+class TwoTypes(torch.nn.Module):
+    """Two layers with a convolution for each of two types of edges."""
+
+    def __init__(self, beside: bool):
+        super().__init__()
+        self.layers = torch.nn.ModuleList()
+        for inputs, outputs in ((10, 24), (24, 5)):
+            convs = {name: SAGEConv((inputs, inputs), outputs) for name in ("rates", "rated_by")}
+            self.layers.append(torch.nn.ModuleDict(convs) if beside else torch.nn.ModuleList(convs.values()))
+
+    def forward(self, users, items, edge_index):
+        for rates, rated_by in ([*layer.children()] for layer in self.layers):
+            items, users = rates((users, items), edge_index), rated_by((items, users), edge_index.flip(0))
+        return torch.cat([users, items])
+
+
+@pytest.mark.parametrize(
+    ("beside", "names"),
+    [(True, ["layers.1.rates", "layers.1.rated_by"]), (False, ["layers.0.1", "layers.1.0", "layers.1.1"])],
+)
+def test_apply_maxk_trained_weights_evaluate_the_same_in_another_model(beside, names):
+    torch.manual_seed(0)
+    (trained, loaded), calls = (TwoTypes(beside) for _ in range(2)), Counter()
+    users, items = torch.randn(SOURCES, 10), torch.randn(TARGETS, 10)
+    assert apply_maxk(trained, 4, calls) == names
+    trained(users, items, edges()).sum().backward()
+    assert calls[INPUTS] == (not beside), "another layer than the first reads features of the data"
+    apply_maxk(loaded, 4)
+    loaded.load_state_dict(trained.state_dict())
     with torch.no_grad():
-        assert torch.equal(model[1](x, edges()), expected(x, edges()))
+        assert torch.equal(trained.eval()(users, items, edges()), loaded.eval()(users, items, edges()))
+
+
+def test_apply_maxk_layer_registered_twice_counts_where_it_is_first():
+    first = SAGEConv(24, 24)
+    assert apply_maxk(torch.nn.ModuleList([first, first, SAGEConv(24, 5)]), 4) == ["2"]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -15,6 +15,7 @@ from torch_geometric.nn import GraphSAGE
 
 from hasten import ConfigurationError
 from hasten.graph import NeighborSampler, threads
+from hasten.graph.sampling import checks
 from hasten.graph.sampling.checks import check_csc
 from helpers.graphs import assert_edges_are_those_of, random_graph, typed_graph
 
@@ -329,6 +330,8 @@ def test_sampler_empty_batch_duplicate_seeds_self_loops_and_isolated_nodes_are_s
         ({"edge_index": torch.tensor([[-1], [3]])}, {}, "edge_index has source -1, but nodes are 0 to 499"),
         ({}, {"is_sorted": True}, "edge_index is not sorted by target; leave out is_sorted=True"),
         ({}, {"is_sorted": True, "sample_direction": "backward"}, "edge_index is not sorted by source; leave out"),
+        ({}, {"seed": 1.0}, "seed must be an integer; got 1.0"),
+        ({}, {"seed": True}, "seed must be an integer; got True"),
         ({}, {"temporal_strategy": "latest"}, "temporal_strategy must be uniform or last, not 'latest'"),
         ({}, {"num_neighbors": 5}, "num_neighbors must be a list of integers from -1 (all), one for each hop; got 5"),
         ({}, {"num_neighbors": [2.5]}, "one for each hop; got [2.5]"),
@@ -412,3 +415,56 @@ def test_sampler_edge_times_without_seed_times_are_refused():
     graph.when = torch.arange(graph.num_edges)
     with pytest.raises(ConfigurationError, match="edges have times, so each seed needs one: pass input_time"):
         batches(graph, NeighborSampler(graph, [3], time_attr="when"))
+
+
+def test_sampler_seeds_of_a_type_without_times_are_refused():
+    graph = typed_graph()
+    graph["user"].time = torch.arange(100)
+    loader = NodeLoader(graph, NeighborSampler(graph, [3], time_attr="time"), input_nodes=("item", torch.arange(5)))
+    with pytest.raises(ConfigurationError, match="edges have times, so each seed needs one: pass input_time"):
+        next(iter(loader))
+
+
+def test_sampler_seeds_of_an_unknown_type_are_refused():
+    graph = typed_graph()
+    loader = NodeLoader(graph, NeighborSampler(graph, [3]), input_nodes=("usr", torch.arange(5)))
+    with pytest.raises(ConfigurationError, match="the graph has no nodes of type 'usr'; it has item, user"):
+        next(iter(loader))
+
+
+def test_sampler_times_of_nodes_are_kept_once_for_each_node():
+    graph = random_graph()
+    (matrix,) = NeighborSampler(graph, [3], seed=1, time_attr="time")._matrices().values()
+    assert matrix.times is None and matrix.node_times.ctypes.data == graph.time.data_ptr()
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "last"])
+def test_sampler_times_of_nodes_draw_as_the_same_times_of_edges(strategy):
+    graph = random_graph()
+    options = {"seed": 1, "temporal_strategy": strategy}
+    expected = batches(graph, NeighborSampler(graph, [3, 3], time_attr="time", **options))
+    times, graph.when = graph.time, graph.time[graph.edge_index[0]]
+    del graph.time
+    found = batches(graph, NeighborSampler(graph, [3, 3], time_attr="when", **options), input_time=times)
+    assert same(expected, found)
+
+
+def test_sampler_in_another_process_does_not_check_the_graph_again(monkeypatch):
+    graph = random_graph()
+    sampler = NeighborSampler(graph, [3], seed=1, time_attr="time")
+    expected = batches(graph, sampler)
+    received = pickle.loads(pickle.dumps(sampler))
+    for check in ("check_csc", "check_times"):
+        monkeypatch.delattr(checks, check)
+    assert same(expected, batches(graph, received))
+
+
+@pytest.mark.parametrize("attribute", ["weight", "time"])
+@pytest.mark.parametrize("change", [torch.Tensor.half, torch.Tensor.bfloat16, torch.nn.Parameter])
+def test_sampler_weights_and_times_of_any_float_draw_as_in_32_bits(attribute, change):
+    graph = random_graph()
+    options = {"seed": 1, f"{attribute}_attr": attribute}
+    graph[attribute] = graph[attribute].bfloat16().half().float()
+    expected = batches(graph, NeighborSampler(graph, [3, 3], **options))
+    graph[attribute] = change(graph[attribute])
+    assert same(expected, batches(graph, NeighborSampler(graph, [3, 3], **options)))

@@ -207,13 +207,19 @@ def seeds_of_rank_0(rank: int, first: int, end: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("uneven", ["repeat", "drop"])
-def test_loader_rank_without_seeds_is_refused_where_batches_must_be_equal(uneven):
+@pytest.mark.parametrize(
+    ("seeds_of", "text"),
+    [
+        (seeds_of_rank_0, "rank 1 has no seed nodes"),
+        (lambda rank, first, end: torch.arange(0), "rank 0 has no seed nodes"),
+    ],
+)
+def test_loader_rank_without_seeds_is_refused_where_batches_must_be_equal(uneven, seeds_of, text):
     def run(rank: int) -> None:
         start()
-        partitioned_loader(rank, 2, "hybrid", seeds_of=seeds_of_rank_0, uneven=uneven)
+        partitioned_loader(rank, 2, "hybrid", seeds_of=seeds_of, uneven=uneven)
 
-    errors = run_ranks(2, run)
-    assert all(isinstance(error, ConfigurationError) and "rank 1 has no seed nodes" in str(error) for error in errors)
+    assert all(isinstance(error, ConfigurationError) and text in str(error) for error in run_ranks(2, run))
 
 
 def test_loader_left_early_by_all_ranks_can_be_iterated_again():
@@ -342,6 +348,12 @@ def test_hybrid_sampler_used_by_several_threads_draws_the_same():
         found = list(pool.map(sampler.sample, seeds))
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.n_id, other.n_id) and torch.equal(one.edge_index, other.edge_index)
+
+
+@pytest.mark.parametrize("seed", [None, 1.0, True])
+def test_hybrid_sampler_seed_that_is_no_integer_is_refused(seed):
+    with pytest.raises(ConfigurationError, match="seed must be an integer; got"):
+        HybridSampler(*random_graph(), (2,), seed=seed)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,14 @@ def test_rank_exchange_partitions_that_differ_are_named_on_every_rank():
         assert "different offsets of the partition: [0, 5, 12] on rank 0, [0, 6, 12] on rank 1" in str(error)
 
 
+def test_rank_exchange_partitions_of_equal_sizes_that_differ_are_refused_on_every_rank():
+    def run(rank: int) -> None:
+        start()
+        RankExchange(torch.tensor([0, 5, 9]), 20, torch.arange(9).roll(rank))
+
+    assert all("different old ids of the partition (checksums)" in str(error) for error in run_ranks(2, run))
+
+
 def fetched(rank: int, world: int, ids_of, dtype=torch.float32) -> torch.Tensor:
     start()
     partition = partition_graph(*random_graph(), world, "ranges")
@@ -154,6 +162,15 @@ def test_vanilla_sampler_damaged_edges_of_one_rank_are_refused_on_every_rank(ind
 
     first, second = run_ranks(2, run)
     assert text in str(second) and str(first) == f"rank 1 failed: {second}"
+
+
+def test_vanilla_sampler_seed_that_is_no_integer_is_refused_on_every_rank():
+    def run(rank: int) -> None:
+        start()
+        own = torch.zeros(6 - rank, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        VanillaSampler(*own, RankExchange(torch.tensor([0, 5, 9]), 20), [2], seed="1")
+
+    assert all("seed must be an integer; got '1'" in str(error) for error in run_ranks(2, run))
 
 
 def test_vanilla_sampler_seeds_of_another_rank_are_refused():

@@ -49,7 +49,7 @@ def partitioned_loader(
     partition = partition_graph(*random_graph(), world, "metis")
     indptr, indices, _ = relabel_graph(partition, *random_graph())
     first, end = partition.bounds(rank)
-    exchange = RankExchange(partition.offsets, timeout)
+    exchange = RankExchange(partition.offsets, timeout, partition.old_ids)
     features = RemoteFeatures(InMemoryFeatures(graph_features(partition.old_ids[first:end])), exchange)
     if scheme == "hybrid":
         sampler = HybridSampler(indptr, indices, fanouts, seed=7)

@@ -94,7 +94,7 @@ class MemoryMappedFeatures(FeatureSource):
         _check_shape(self._array.shape, num_nodes)
         try:
             self._dtype = torch.from_numpy(numpy.empty(0, self._array.dtype)).dtype
-        except TypeError:
+        except (TypeError, ValueError):  # of an unknown type, or one whose bytes are in another order
             raise ConfigurationError(
                 f"{path} has elements of type {array.dtype}, which PyTorch does not know"
             ) from None

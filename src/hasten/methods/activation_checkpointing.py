@@ -1,6 +1,6 @@
 """Activation checkpointing: blocks recomputed in the backward pass instead of stored."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -42,17 +42,16 @@ class ActivationCheckpointing(Method):
         if not blocks:
             run.report_no_effect(self, "the model has no sequence of blocks of one type")
         for block in blocks:
-            block.forward = partial(_checkpointed, block.forward)  # a partial of a bound method survives deepcopy
+            block.forward = partial(_checkpointed, block, block.forward)  # survives deepcopy, as bound methods do
         if blocks:
             run.observe_effect(self, partial(_observe, blocks))
         return model
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    modules: Iterator[torch.nn.Module] = forward.__self__.modules()  # pyright: ignore[reportFunctionMemberAccess]
-    norms = [module for module in modules if isinstance(module, BatchNorm) and module.track_running_stats]
+    norms = [module for module in block.modules() if isinstance(module, BatchNorm) and module.track_running_stats]
     if norms and torch.compiler.is_compiling():  # it supports no context_fn, and chooses itself what to recompute
         return forward(*args, **kwargs)
     if norms:

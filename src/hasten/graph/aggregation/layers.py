@@ -7,6 +7,7 @@ such as a maximum over the neighbors, the input is masked and the layer's own ``
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,70 +20,96 @@ from hasten.graph.aggregation.adjacency_cache import AdjacencyCache
 from hasten.graph.aggregation.maxk import FLOATS, MaxK, aggregate, compress
 
 REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean"}
-SPARSE = "aggregations in CBSR form"  # key of the counter; the other keys are reasons for a dense aggregation
+SPARSE = "aggregations in CBSR form"  # keys of the counter; the others are reasons for a dense aggregation
+INPUTS = "aggregations of features of the data, which no layer computed"
+
+
+@dataclass(frozen=True, eq=False)
+class Masking:
+    """What the altered layers of a model share, as their attribute ``hasten_maxk``."""
+
+    mask: MaxK
+    calls: Counter[str]
+    cache: AdjacencyCache
 
 
 def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None) -> list[str]:
     """Puts MaxK before the aggregation of ``SAGEConv``, ``GCNConv`` and ``GINConv`` layers of hidden features.
 
     Altered is every such layer (of exactly these classes) that is wider than k and that the model registers after
-    another layer with parameters. A layer that receives features without a gradient while training passes them
-    unchanged, as the first layer does. ``GCNConv`` aggregates before its linear map, which gives the same result.
+    another layer with parameters. Layers side by side in a ``ModuleDict``, as in ``HeteroConv``, come after the same
+    ones. The choice depends on the model alone, so that evaluation in another process masks what training masked.
+    ``GCNConv`` aggregates before its linear map, which gives the same result. A second call replaces the first.
 
     Args:
         model: Altered in place.
         k: Values that stay in each row.
-        calls: Counts how the altered layers aggregated; see ``SPARSE``.
+        calls: Counts how the altered layers aggregated; see ``SPARSE`` and ``INPUTS``.
 
     Returns:
         The names of the altered layers.
     """
     layers = maxk_layers(model, k)
-    calls, cache = Counter() if calls is None else calls, AdjacencyCache()
+    masking = Masking(MaxK(k), Counter() if calls is None else calls, AdjacencyCache())
+    altered: list[Any] = [layer for layer in model.modules() if hasattr(layer, "hasten_maxk")]  # by an earlier call
     for layer in layers.values():
-        layer.forward = partial(
-            _forward, layer.forward, MaxK(k), calls, cache
-        )  # survives deepcopy, as bound methods do
+        if layer not in altered:
+            layer.forward = partial(_forward, layer, layer.forward)  # survives deepcopy, as bound methods do
+    for layer in (*altered, *layers.values()):
+        layer.hasten_maxk = masking
     return list(layers)
 
 
 def maxk_layers(model: torch.nn.Module, k: int) -> dict[str, Any]:
     """Name -> layer that ``apply_maxk`` alters."""
     layers: dict[str, Any] = {}
-    after_another = False
-    for name, module in model.named_modules():
+    seen: set[torch.nn.Module] = set()
+
+    def collect(name: str, module: torch.nn.Module, is_after_another: bool) -> bool:
+        """Whether what follows this module comes after another layer with parameters."""
+        if module in seen:
+            return is_after_another
+        seen.add(module)
         if type(module) in UPDATES:
-            width = getattr(module, "in_channels", None)
-            width = width[0] if isinstance(width, tuple) else width
-            if after_another and (not isinstance(width, int) or width < 0 or width > k):
+            if is_after_another and _is_wider(module, k):
                 layers[name] = module
-            after_another = True
-        elif any(True for _ in module.parameters(recurse=False)):
-            after_another = True
+            return True
+        before = after = is_after_another or any(True for _ in module.parameters(recurse=False))
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            is_beside = isinstance(module, torch.nn.ModuleDict)
+            after |= collect(path, child, before if is_beside else after)
+        return after
+
+    collect("", model, False)
     return layers
+
+
+def _is_wider(layer: torch.nn.Module, k: int) -> bool:
+    """Whether a layer reads more than k values, or a number that it does not know yet."""
+    width: Any = getattr(layer, "in_channels", None)
+    width = width[0] if isinstance(width, tuple) else width
+    return not isinstance(width, int) or width < 0 or width > k
 
 
 @torch.compiler.disable
 def _forward(
-    original: Callable[..., torch.Tensor],
-    mask: MaxK,
-    calls: Counter[str],
-    cache: AdjacencyCache,
-    x: Any,
-    edge_index: Any,
-    *args: Any,
-    **kwargs: Any,
+    layer: Any, original: Callable[..., torch.Tensor], x: Any, edge_index: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    layer: Any = original.__self__  # pyright: ignore[reportFunctionMemberAccess]
-    source, target = x if isinstance(x, (tuple, list)) else (x, x)
-    if _is_input_feature(layer, source) or source.shape[-1] <= mask.k:
+    masking: Masking = layer.hasten_maxk
+    mask, calls = masking.mask, masking.calls
+    is_pair = isinstance(x, (tuple, list))
+    source, target = x if is_pair else (x, x)
+    if source.shape[-1] <= mask.k or (is_pair and isinstance(layer, GCNConv)):  # GCNConv refuses pairs
         return original(x, edge_index, *args, **kwargs)
+    if layer.training and torch.is_grad_enabled() and not source.requires_grad:
+        calls[INPUTS] += 1
     obstacle = _obstacle(layer, source, edge_index, args, kwargs)
     if obstacle:
         calls[obstacle] += 1
         masked = mask(source)
         target = masked if target is source else None if target is None else mask(target)
-        return original((masked, target) if isinstance(x, (tuple, list)) else masked, edge_index, *args, **kwargs)
+        return original((masked, target) if is_pair else masked, edge_index, *args, **kwargs)
     calls[SPARSE] += 1
     sparse = compress(source, mask.k)
     if target is source and not isinstance(layer, GCNConv):
@@ -93,14 +120,7 @@ def _forward(
     def neighbors(adjacency: Adjacency) -> torch.Tensor:
         return aggregate(adjacency, sparse, REDUCTIONS[str(layer.aggr)])
 
-    return UPDATES[type(layer)](layer, neighbors, cache, source, target, edge_index, *args, **kwargs)
-
-
-def _is_input_feature(layer: Any, source: torch.Tensor) -> bool:
-    """Whether the layer reads features that no layer before it computed; decided while training, and remembered."""
-    if layer.training and torch.is_grad_enabled():
-        layer.reads_input_features = not source.requires_grad
-    return getattr(layer, "reads_input_features", False)
+    return UPDATES[type(layer)](layer, neighbors, masking.cache, source, target, edge_index, *args, **kwargs)
 
 
 def _obstacle(layer: Any, source: torch.Tensor, edge_index: Any, args: tuple[Any, ...], kwargs: Any) -> str:
@@ -170,7 +190,7 @@ def _gcn(
 
     def normalized() -> Adjacency:
         edges: Any = edge_index
-        weights = edge_weight
+        weights = None if edge_weight is None else _flat_weights(edge_weight, source.dtype)
         if layer.normalize:
             options = layer.improved, layer.add_self_loops, layer.flow, source.dtype
             edges, weights = gcn_norm(edges, weights, nodes, *options)
@@ -179,6 +199,11 @@ def _gcn(
     settings = nodes, layer.normalize, layer.improved, layer.add_self_loops, source.dtype
     out = layer.lin(neighbors(cache.get((edge_index, edge_weight), settings, normalized)))
     return out if layer.bias is None else out + layer.bias
+
+
+def _flat_weights(edge_weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One float per edge: ``GCNConv`` takes weights of shape (edges, 1) and integers, too."""
+    return edge_weight.reshape(-1).to(edge_weight.dtype if edge_weight.is_floating_point() else dtype)
 
 
 def _plain(

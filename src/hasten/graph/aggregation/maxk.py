@@ -5,6 +5,7 @@
 al., ASPLOS 2024, arXiv 2312.08656).
 """
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -95,12 +96,16 @@ def aggregate(adjacency: Adjacency, cbsr: CBSR, reduce: str = "sum") -> torch.Te
         Shape (rows, width).
 
     Raises:
-        ConfigurationError: The sizes do not match, the type is neither float32 nor float64, or ``reduce`` is unknown.
+        ConfigurationError: The sizes or devices do not match, the type is neither float32 nor float64, or ``reduce`` is
+            unknown.
     """
     if reduce not in ("sum", "mean"):
         raise ConfigurationError(f"reduce={reduce!r} is unknown; expected 'sum' or 'mean'")
     if cbsr.shape[0] != adjacency.num_sources:
         raise ConfigurationError(f"{cbsr.shape[0]} rows of values for {adjacency.num_sources} sources; expected equal")
+    if cbsr.values.device != adjacency.indices.device:
+        devices = f"values on {cbsr.values.device} for a graph on {adjacency.indices.device}"
+        raise ConfigurationError(f"{devices}; expected one device: move the edge_index there first")
     if cbsr.values.dtype not in FLOATS:
         raise ConfigurationError(f"cannot aggregate values of type {cbsr.values.dtype}; expected float32 or float64")
     return _Aggregate.apply(cbsr.values, cbsr.columns, adjacency, cbsr.width, reduce == "mean")  # pyright: ignore[reportReturnType]
@@ -130,14 +135,14 @@ class _Aggregate(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(columns)
         ctx.adjacency, ctx.mean = adjacency, mean
-        product = _product if values.device.type == "cpu" else _gpu().product
+        product = _product if values.device.type == "cpu" else partial(_on_gpu, "product")
         return product(values.detach().contiguous(), columns.contiguous(), adjacency, width, mean)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (columns,) = ctx.saved_tensors
-        sampled = _sampled_product if gradient.device.type == "cpu" else _gpu().sampled_product
+        sampled = _sampled_product if gradient.device.type == "cpu" else partial(_on_gpu, "sampled_product")
         return sampled(gradient.contiguous(), columns.contiguous(), ctx.adjacency, ctx.mean), None, None, None, None
 
 
@@ -174,6 +179,9 @@ def _unsigned(columns: torch.Tensor) -> Any:
     return columns.view(-1).numpy().view({1: "uint8", 2: "uint16", 4: "uint32"}[columns.itemsize])
 
 
-def _gpu() -> Any:
+def _on_gpu(name: str, values: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Calls a function of ``triton_kernels.py`` for the device of ``values``: Triton launches on the current device."""
     # By name: `hasten eject` copies import statements, and triton may be missing.
-    return import_module("hasten.graph.aggregation.triton_kernels")
+    function = getattr(import_module("hasten.graph.aggregation.triton_kernels"), name)
+    with torch.cuda.device(values.device):
+        return function(values, *args)

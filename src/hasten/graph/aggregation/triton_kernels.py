@@ -20,7 +20,7 @@ WORD = 32  # bits of a word of the mask
 
 
 def product(values: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, width: int, mean: bool) -> torch.Tensor:
-    """``A @ Xs``, shape (rows, width); arguments as ``spgemm`` in ``maxk_kernels.py``, with (sources, k) matrices."""
+    """``A @ Xs``, shape (rows, width); arguments as ``spgemm`` in ``kernels.py``, with (sources, k) matrices."""
     sources, k = values.shape
     words = triton.cdiv(width, WORD)
     masks = torch.empty(sources, words, dtype=torch.int32, device=values.device)
@@ -38,7 +38,7 @@ def product(values: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, w
 
 
 def sampled_product(gradient: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, mean: bool) -> torch.Tensor:
-    """``A.T @ gradient`` at ``columns``, shape (sources, k); arguments as ``sspmm`` in ``maxk_kernels.py``."""
+    """``A.T @ gradient`` at ``columns``, shape (sources, k); arguments as ``sspmm`` in ``kernels.py``."""
     k = columns.shape[1]
     out = gradient.new_zeros(columns.shape)
     matrix = adjacency.indptr, adjacency.indices, _weights(adjacency, gradient)

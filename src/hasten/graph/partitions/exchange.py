@@ -18,6 +18,7 @@ from hasten._torch_compat import peer_failure
 from hasten.core.errors import CollectiveTimeout, ConfigurationError, PeerFailure
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
 from hasten.graph.partitions.background import BackgroundProducer
+from hasten.graph.partitions.partition import array_checksum
 
 LOST = "another rank ended during an exchange of graph data; its own output has the cause"
 
@@ -53,6 +54,7 @@ class RankExchange:
     Args:
         offsets: int64, of shape (ranks + 1,): rank r owns the ids ``offsets[r]`` to ``offsets[r + 1]`` (exclusive).
         timeout: seconds to wait for a rank that does not answer. One that has ended is noticed at once.
+        old_ids: of the partition, to be compared among the ranks: partitions with equal offsets may have other nodes.
 
     Attributes:
         rounds: number of rounds so far.
@@ -64,7 +66,7 @@ class RankExchange:
             partitions of the ranks differ.
     """
 
-    def __init__(self, offsets: Tensor, timeout: float = DEFAULT_TIMEOUT_S):
+    def __init__(self, offsets: Tensor, timeout: float = DEFAULT_TIMEOUT_S, old_ids: Tensor | None = None):
         if not dist.is_available() or not dist.is_initialized():
             advice = "call torch.distributed.init_process_group first, in processes started by torchrun"
             raise ConfigurationError(f"features in other ranks require a process group; {advice}")
@@ -74,7 +76,9 @@ class RankExchange:
         self._holder: BackgroundProducer[Any] | None = None
         with self._peer_errors():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self.agree({"offsets of the partition": offsets.tolist()}, self._check_offsets)
+        ids = None if old_ids is None else array_checksum(old_ids)
+        settings = {"offsets of the partition": offsets.tolist(), "old ids of the partition (checksums)": ids}
+        self.agree(settings, self._check_offsets)
         self._id_dtype = torch.int32 if int(offsets[-1]) < 2**31 else torch.int64  # of ids in messages
 
     @property

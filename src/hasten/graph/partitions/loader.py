@@ -92,7 +92,7 @@ class PartitionedLoader:
         self._own_batches = -(-len(seeds) // batch_size)
         by_rank = self.exchange.gather(self._own_batches)
         self._exchanged_batches = min(by_rank) if uneven == "drop" else max(by_rank)
-        if uneven != "keep" and max(by_rank) and not min(by_rank):
+        if uneven != "keep" and not min(by_rank):
             advice = "use uneven='keep', or a partition that balances them"
             raise ConfigurationError(f"rank {by_rank.index(0)} has no seed nodes; {advice}")
         self._producer: BackgroundProducer[PartitionedBatch] | None = None

@@ -27,7 +27,7 @@ class GraphPartition:
         offsets: int64, of shape (parts + 1,).
         old_ids: int64, of shape (nodes,): the old id of each new id.
         num_edges: of the graph.
-        checksum: of the graph with its old ids, from ``graph_checksum``.
+        checksum: of indptr and indices with their old ids, from ``array_checksum``.
         algorithm: "metis" or "ranges".
     """
 
@@ -88,7 +88,7 @@ def partition_graph(
         ends = torch.arange(num_parts + 1) * num_nodes // num_parts
         sizes = ends.diff()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    return GraphPartition(offsets, old_ids, len(indices), graph_checksum(indptr, indices), algorithm)
+    return GraphPartition(offsets, old_ids, len(indices), array_checksum(indptr, indices), algorithm)
 
 
 def relabel_graph(partition: GraphPartition, indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +134,7 @@ def check_partition(partition: GraphPartition, indptr: Tensor, indices: Tensor) 
             f"the partition is of another graph: it has {made_of[0]} nodes and {made_of[1]} edges, this graph has "
             f"{given[0]} and {given[1]}; make a partition of this graph with partition_graph"
         )
-    if partition.checksum != graph_checksum(indptr, indices):
+    if partition.checksum != array_checksum(indptr, indices):
         raise ConfigurationError(
             f"the partition is of another graph, of as many nodes ({given[0]}) and edges ({given[1]}); make a "
             "partition of this graph with partition_graph"
@@ -153,10 +153,10 @@ def check_graph(indptr: Tensor, indices: Tensor, num_sources: int | None = None)
     check_csc("the graph", indptr, indices, num_targets, num_targets if num_sources is None else num_sources)
 
 
-def graph_checksum(indptr: Tensor, indices: Tensor) -> int:
+def array_checksum(*arrays: Tensor) -> int:
     """CRC-32 of the arrays as int64, little-endian."""
     checksum = 0
-    for array in (indptr, indices):
+    for array in arrays:
         for chunk in array.split(CHECKSUM_CHUNK):
             checksum = crc32(chunk.numpy().astype("<i8", copy=False).tobytes(), checksum)
     return checksum

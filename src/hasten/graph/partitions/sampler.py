@@ -17,9 +17,9 @@ from torch import Tensor
 from hasten.core.errors import ConfigurationError
 from hasten.graph.features import check_node_ids
 from hasten.graph.partitions.exchange import RankExchange
-from hasten.graph.partitions.partition import check_graph, graph_checksum
+from hasten.graph.partitions.partition import array_checksum, check_graph
 from hasten.graph.sampling import kernels
-from hasten.graph.sampling.checks import check_fanouts
+from hasten.graph.sampling.checks import check_fanouts, check_seed
 from hasten.graph.sampling.hops import EdgeMatrix, hop_key, sample, sample_hop
 from hasten.graph.sampling.numbering import NodeTablePool, Numbering
 
@@ -54,8 +54,8 @@ class PartitionedSampler(ABC):
     """
 
     def __init__(self, num_nodes: int, fanouts: Sequence[int], seed: int = 0):
-        _check_fanouts(fanouts)
-        self.num_nodes, self.fanouts, self.seed = num_nodes, tuple(fanouts), seed
+        _check_options(fanouts, seed)
+        self.num_nodes, self.fanouts, self.seed = num_nodes, tuple(fanouts), int(seed)
         self._tables = NodeTablePool({NODE: num_nodes})
 
     @property
@@ -105,7 +105,7 @@ class HybridSampler(PartitionedSampler):
 
     @cached_property
     def shared_settings(self) -> dict[str, Any]:
-        return super().shared_settings | {"graphs (checksums)": graph_checksum(*self._graph)}
+        return super().shared_settings | {"graphs (checksums)": array_checksum(*self._graph)}
 
     def _sample(self, numbering: Numbering, key: int) -> SampledNeighborhood:
         found = sample({EDGE: self._matrix}, {NODE: numbering}, {EDGE: self.fanouts}, key)[EDGE]
@@ -140,7 +140,7 @@ class VanillaSampler(PartitionedSampler):
                 advice = "pass the result of take_part"
                 raise ConfigurationError(f"rank {exchange.rank} owns {owned} nodes, but got edges of {given}; {advice}")
             check_graph(indptr, indices, num_nodes)
-            _check_fanouts(fanouts)
+            _check_options(fanouts, seed)
 
         exchange.agree({"fanouts": fanouts, "seeds of the sampler": seed}, check)
         super().__init__(num_nodes, fanouts, seed)
@@ -192,8 +192,9 @@ def _neighborhood(
     return SampledNeighborhood(torch.from_numpy(numbering.nodes()), edge_index, nodes_by_hop, edges_by_hop)
 
 
-def _check_fanouts(fanouts: Sequence[int]) -> None:
+def _check_options(fanouts: Sequence[int], seed: int) -> None:
     check_fanouts(fanouts, "fanouts")
+    check_seed(seed)
     if not fanouts:
         raise ConfigurationError("fanouts must be one number for each hop; got none")
 

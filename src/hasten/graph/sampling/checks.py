@@ -84,6 +84,12 @@ def check_fanouts(fanouts: Any, name: str = "num_neighbors") -> None:
         )
 
 
+def check_seed(seed: Any) -> None:
+    """ConfigurationError unless the seed of random numbers is an integer."""
+    if not isinstance(seed, Integral) or isinstance(seed, bool):
+        raise ConfigurationError(f"seed must be an integer; got {seed!r:.80}")
+
+
 def check_temporal_strategy(strategy: str) -> None:
     """ConfigurationError if the strategy is unknown."""
     if strategy not in TEMPORAL_STRATEGIES:

@@ -22,13 +22,18 @@ class EdgeMatrix:
 
     ``indices``: their sources, int32 or int64. ``weights``: edges are drawn in proportion to them, so none of weight 0;
     a fanout of -1 takes those, too. ``times``: edges later than the time of the seed are not drawn; sorted for each
-    node.
+    node. ``node_times``, in their place: the time of each source is that of its edges.
     """
 
     indptr: Ids
     indices: NDArray
     weights: NDArray | None = None
     times: NDArray | None = None
+    node_times: NDArray | None = None
+
+    @property
+    def has_times(self) -> bool:
+        return self.times is not None or self.node_times is not None
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def sample(
         for position, (edge_type, matrix) in enumerate(matrices.items()):
             targets = numberings[edge_type[2]]
             batch = targets.batch_of_hop(hop)
-            limits = seed_times[batch] if matrix.times is not None and seed_times is not None else None
+            limits = seed_times[batch] if matrix.has_times and seed_times is not None else None
             draws = _limit(matrix, targets.by_hop[hop], fanouts[edge_type][hop], limits, options)
             sources, col, edges = buffers[edge_type].add_hop(draws.total)
             base = sum(len(nodes) for nodes in targets.by_hop[:hop])
@@ -171,11 +176,12 @@ def _limit(matrix: EdgeMatrix, nodes: Ids, fanout: int, limits: NDArray | None, 
     first, last = (numpy.empty(len(nodes), numpy.int64) for _ in range(2))
     offsets = numpy.zeros(len(nodes) + 1, numpy.int64)
     counts, weights = offsets[1:], matrix.weights
+    times, sources = (matrix.times, None) if matrix.node_times is None else (matrix.node_times, matrix.indices)
 
     def limit(begin: int, end: int) -> None:
         kernels.edges_of(matrix.indptr, nodes, begin, end, first, last)
         if limits is not None:
-            kernels.end_at_times(matrix.times, limits, first, begin, end, last)
+            kernels.end_at_times(times, sources, limits, first, begin, end, last)
             if options.latest and fanout >= 0:
                 numpy.maximum(first[begin:end], last[begin:end] - fanout, out=first[begin:end])
         if weights is None or fanout < 0:

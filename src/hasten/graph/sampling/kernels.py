@@ -94,13 +94,23 @@ def repeat_positions(offsets, base, begin, end, positions):
 
 
 @jit
-def end_at_times(times, limits, first, begin, end, last):
-    """Lowers ``last[i]`` to the edges whose time is at most ``limits[i]``; the edges of a node are sorted by time."""
+def end_at_times(times, sources, limits, first, begin, end, last):
+    """Lowers ``last[i]`` to the edges whose time is at most ``limits[i]``; the edges of a node are sorted by time.
+
+    Args:
+        times: of edges; with ``sources``, of nodes.
+        sources: None, or the source of each edge: its time is that of the edge.
+        limits: the latest time for each node of [begin, end).
+        first: the first edge of each node.
+        begin: first node of the range.
+        end: node after the last of the range.
+        last: the edge after the last of each node, which is lowered.
+    """
     for i in range(begin, end):
         low, high = first[i], last[i]
         while low < high:
             middle = (low + high) // 2
-            if times[middle] <= limits[i]:
+            if times[middle if sources is None else sources[middle]] <= limits[i]:
                 low = middle + 1
             else:
                 high = middle

@@ -49,8 +49,9 @@ class NeighborSampler(pyg.NeighborSampler):
 
     Raises:
         ConfigurationError: the edges are not integers, name nodes that do not exist, or are not sorted as claimed; a
-            number of neighbors is no integer from -1 on; an attribute or the temporal strategy is unknown; weights are
-            negative or their sum is not finite; times do not ascend; disjoint samples of induced subgraphs.
+            number of neighbors is no integer from -1 on; the seed is no integer; an attribute or the temporal strategy
+            is unknown; weights are negative or their sum is not finite; times do not ascend; disjoint samples of
+            induced subgraphs.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class NeighborSampler(pyg.NeighborSampler):
         num_threads: int | None = None,
         **options: Any,
     ):
+        if seed is not None:
+            checks.check_seed(seed)
         given = inspect.signature(super().__init__).bind(data, num_neighbors, *args, **options)
         given.apply_defaults()
         chosen = given.arguments
@@ -79,13 +82,15 @@ class NeighborSampler(pyg.NeighborSampler):
             raise ConfigurationError(
                 "weights cannot be combined with sample_direction='backward' for several edge types"
             )
-        self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
+        self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else int(seed)
         self.num_threads = num_threads
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that live on see a new epoch
         self._tables = NodeTablePool(self._sizes())
         self._expected: dict[EdgeType, int] = {}  # edges of the next sample, about
         self._cached: dict[EdgeType, EdgeMatrix] | None = None
-        self._matrices()  # refuses a damaged graph now
+        for edge_type, name in self._edge_names().items():
+            self._check_edges(edge_type, name)  # here only, not in each process that receives the sampler
+        self._matrices()
         self._fanouts()
 
     def set_epoch(self, epoch: int) -> None:
@@ -136,6 +141,9 @@ class NeighborSampler(pyg.NeighborSampler):
         return int(key)
 
     def _checked(self, node_type: str, nodes: Tensor) -> Ids:
+        if node_type not in self._sizes():
+            known = ", ".join(self._sizes())
+            raise ConfigurationError(f"the graph has no nodes of type {node_type!r}; it has {known}")
         checks.check_seeds(nodes, self._sizes()[node_type], node_type)
         return nodes.to("cpu", torch.int64).contiguous().numpy()
 
@@ -160,11 +168,11 @@ class NeighborSampler(pyg.NeighborSampler):
         if not self.is_temporal:
             return None
         if times is None:
-            if self.node_time is None:
+            own: dict[str, Any] = self.node_time if isinstance(self.node_time, dict) else {NODE: self.node_time}
+            if any(own.get(node_type) is None for node_type in seeds):
                 raise ConfigurationError("edges have times, so each seed needs one: pass input_time to the loader")
-            own = self.node_time if isinstance(self.node_time, dict) else {NODE: self.node_time}
-            return numpy.concatenate([own[node_type].numpy()[nodes] for node_type, nodes in seeds.items()])
-        return numpy.concatenate([times[node_type].numpy() for node_type in seeds])
+            return numpy.concatenate([_array(own[node_type])[nodes] for node_type, nodes in seeds.items()])
+        return numpy.concatenate([_array(times[node_type]) for node_type in seeds])
 
     def _sizes(self) -> dict[str, int]:
         """The number of nodes of each type, sorted: PyTorch Geometric lists types of a graph store in random order."""
@@ -182,26 +190,26 @@ class NeighborSampler(pyg.NeighborSampler):
             raise ConfigurationError(f"num_neighbors: {error}") from None
         return {self.to_edge_type[name]: v for name, v in values.items()} if self.is_hetero else {EDGE: values}
 
-    def _matrices(self) -> dict[EdgeType, EdgeMatrix]:
-        """The graph as NumPy arrays that share the memory of the tensors, made once in each process.
+    def _edge_names(self) -> dict[EdgeType, str | None]:
+        """The name of each type of edge in PyTorch Geometric's dicts, None without types.
 
         Sorted by type of edge: their order is part of the sample, and that of a graph store is random.
         """
+        return {kind: self.to_rel_type[kind] for kind in sorted(self.edge_types)} if self.is_hetero else {EDGE: None}
+
+    def _matrices(self) -> dict[EdgeType, EdgeMatrix]:
+        """The graph as NumPy arrays that share the memory of the tensors, made once in each process."""
         if self._cached is None:
-            types = sorted(self.edge_types) if self.is_hetero else []
-            names = {edge_type: self.to_rel_type[edge_type] for edge_type in types} if types else {EDGE: None}
-            self._cached = {edge_type: self._matrix(edge_type, name) for edge_type, name in names.items()}
+            self._cached = {edge_type: self._matrix(edge_type, name) for edge_type, name in self._edge_names().items()}
         return self._cached
 
-    def _matrix(self, edge_type: EdgeType, name: str | None) -> EdgeMatrix:
-        """The edges of one type; ``name`` is that of the type in PyTorch Geometric's dicts, None without types."""
-        graph: tuple[Any, Any] = (self.colptr, self.row) if name is None else (self.colptr_dict, self.row_dict)
-        indptr, indices = (_of(part, name).contiguous() for part in graph)
+    def _check_edges(self, edge_type: EdgeType, name: str | None) -> None:
+        """ConfigurationError if the edges of one type or their times are damaged."""
+        indptr, indices = self._csc(name)
         num_sources, num_targets = self._sizes()[edge_type[0]], self._sizes()[edge_type[2]]
         label = "the graph" if name is None else f"the edges {edge_type}"
         checks.check_csc(label, indptr, indices, num_targets, num_sources)
-        weights, times = _of(self.edge_weight, name), _of(self.edge_time, name)
-        node_times = _of(self.node_time, None if name is None else edge_type[0])
+        times, node_times = self._times(edge_type, name)
         if node_times is not None:
             if node_times.shape != (num_sources,):
                 shape = tuple(node_times.shape)
@@ -209,13 +217,28 @@ class NeighborSampler(pyg.NeighborSampler):
             times = node_times[indices]
         if times is not None:
             checks.check_times(label, times, indptr)
-        weights, times = (None if tensor is None else tensor.numpy() for tensor in (weights, times))
-        sources = _narrow(indices, num_sources)
+
+    def _matrix(self, edge_type: EdgeType, name: str | None) -> EdgeMatrix:
+        """The edges of one type."""
+        indptr, indices = self._csc(name)
+        sources = _narrow(indices, self._sizes()[edge_type[0]])
         if name is None:  # in place of PyTorch Geometric's own copy
             self.row = sources
         else:
             self.row_dict[name] = sources
-        return EdgeMatrix(indptr.to(torch.int64).numpy(), sources.numpy(), weights, times)
+        values = _of(self.edge_weight, name), *self._times(edge_type, name)
+        weights, times, node_times = (None if tensor is None else _array(tensor) for tensor in values)
+        return EdgeMatrix(indptr.to(torch.int64).numpy(), sources.numpy(), weights, times, node_times)
+
+    def _csc(self, name: str | None) -> tuple[Tensor, Tensor]:
+        """Column pointers and sources of the edges of one type."""
+        graph: tuple[Any, Any] = (self.colptr, self.row) if name is None else (self.colptr_dict, self.row_dict)
+        indptr, indices = (_of(part, name).contiguous() for part in graph)
+        return indptr, indices
+
+    def _times(self, edge_type: EdgeType, name: str | None) -> tuple[Tensor | None, Tensor | None]:
+        """Times of the edges of one type, or of their source nodes."""
+        return _of(self.edge_time, name), _of(self.node_time, None if name is None else edge_type[0])
 
     def _output(
         self, numberings: Mapping[str, Numbering], found: Mapping[EdgeType, SampledEdges]
@@ -245,6 +268,12 @@ class NeighborSampler(pyg.NeighborSampler):
 def _of(values: Any, name: str | None) -> Any:
     """The value of one type; without types there is one value."""
     return values if name is None or values is None else values.get(name)
+
+
+def _array(values: Tensor) -> NDArray:
+    """Weights or times for a kernel, in the same memory, but half precision in 32 bits."""
+    values = values.detach().contiguous()
+    return (values.float() if values.dtype in (torch.float16, torch.bfloat16) else values).numpy()
 
 
 def _narrow(ids: Tensor, size: int) -> Tensor:
