@@ -2,6 +2,7 @@
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ from hasten.tuning.result import SearchState
 from hasten.tuning.study import Study
 from hasten.tuning.systems import Incumbents, candidate, confirm_speed, try_compositions
 from hasten.tuning.systems_stage import comparison_seconds, find_strong_baseline
+from hasten.tuning.training import Baseline
+from hasten.tuning.training_stage import _keep_unconfirmed
 from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.tune import BUDGET_RUNS, _correct_estimate
 from helpers.planted_study import MARGIN, SAMPLES, TARGET, TRIAL, Planted, baseline_of, clipping, frozen, threads
@@ -279,6 +282,17 @@ def test_find_systems_confirms_what_it_found_before_a_trial_overran_the_share_of
     monkeypatch.setattr(systems_stage, "confirm_speed", confirm)
     systems_stage.find_systems(study, state, PLAN, True, lambda: None)
     assert state.findings == [found] and state.unconfirmed is None
+
+
+def test_search_of_trainings_that_is_interrupted_shows_its_best_recipe_as_estimated():
+    recipe, state = Recipe({"ema": {"decay": 0.9}}), SearchState()
+    study: Any = SimpleNamespace(horizon=1.0, complete={(str(recipe), 0, 1.0): {"seconds": 5.0}})
+    baseline = Baseline([0, 1000], [{"seconds": 10.0}, {"seconds": 10.0}], TARGET, MARGIN, True, [7, 8])
+    with pytest.raises(KeyboardInterrupt), _keep_unconfirmed(study, state, baseline):
+        state.incumbents.push(recipe)
+        raise KeyboardInterrupt
+    assert state.unconfirmed and state.unconfirmed.recipe == recipe and state.unconfirmed.evidence == ESTIMATED
+    assert state.unconfirmed.speedup.median == 2.0 and "on 1 seed in" in state.unconfirmed.why
 
 
 def test_confirm_speed_checks_exactness_first_since_a_check_that_the_budget_ends_says_nothing():

@@ -1,9 +1,11 @@
 """The second stage of a search: methods that change the training, by whole trainings or by shorter ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
+from hasten.benchmarking.ratio import Ratio
 from hasten.core.errors import RunError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import drop_distributed
@@ -27,12 +29,20 @@ from hasten.tuning.systems_stage import (
     samples_of,
     whole_runs_seconds,
 )
-from hasten.tuning.training import SEED_STEP, Baseline, first_outcome, search_training, try_training_compositions
+from hasten.tuning.training import (
+    SEED_STEP,
+    Baseline,
+    first_outcome,
+    search_training,
+    seconds_of,
+    try_training_compositions,
+)
 from hasten.utils.durations import duration_option, format_duration
 
 BASELINE_SEEDS = 3
 FEW_BASELINE_SEEDS, FEW_RUNS = 2, 8  # seeds where the budget is worth fewer runs of the task than this
 MAX_COMPOSITIONS = 3
+CLOCK_SPREAD = 1.4  # factor by which the clocks of single runs, minutes apart, may differ
 TRAINING_SHARE = 0.75  # of the budget left, for the search; the rest is for the confirmation
 
 
@@ -64,7 +74,7 @@ def find_training(
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
     first = first_outcome(study, state.incumbents, baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
-    with budget.reserve(confirmation), budget.part(TRAINING_SHARE):
+    with budget.reserve(confirmation), budget.part(TRAINING_SHARE), _keep_unconfirmed(study, state, baseline):
         recipes = [] if candidates.is_restricted else experience_of(study, state)
         recipes = [recipe for recipe in recipes if not is_exact(recipe)][:MAX_COMPOSITIONS]
         if not candidates.is_restricted:
@@ -91,6 +101,24 @@ def find_training(
     known = [*state.tested, *(found.recipe for found in state.findings)]
     recipes = [recipe for recipe in recipes if recipe and recipe not in known]
     _confirm(study, state, baseline, recipes, is_whole, save)
+
+
+@contextmanager
+def _keep_unconfirmed(study: Study, state: SearchState, baseline: Baseline) -> Iterator[None]:
+    """Context manager around a search: its best recipe is shown as estimated until it is confirmed."""
+    try:
+        yield
+    finally:
+        best = state.incumbents.best
+        runs = [study.complete.get((str(best), seed, study.horizon)) for seed in baseline.seeds]
+        seconds = [seconds_of(run) for run in runs if run]
+        if seconds and best not in [found.recipe for found in state.findings]:
+            median = fmean(map(seconds_of, baseline.runs)) / fmean(seconds)
+            speedup = Ratio(median, median / CLOCK_SPREAD, median * CLOCK_SPREAD)
+            seeds = f"{len(seconds)} seed{'s' * (len(seconds) > 1)}"
+            why = f"trained so fast on {seeds} in the search, and ended as well; not confirmed yet"
+            to_prove = "let the search continue"
+            state.unconfirmed = Finding(best, ESTIMATED, speedup, why, to_prove=to_prove)
 
 
 def prove(
@@ -166,6 +194,8 @@ def _confirm(
 
     def take(attempts: list[Confirmation]) -> None:
         """Puts what is known of the attempts so far into the state, and saves it: what was proven is not lost."""
+        if state.unconfirmed and any(one.looks and one.recipe == state.unconfirmed.recipe for one in attempts):
+            state.unconfirmed = None
         looked_at = [attempt for attempt in attempts if attempt.looks]
         state.tested = tested + [attempt.recipe for attempt in looked_at]
         known = [one for one in findings if one.evidence != ESTIMATED or one.recipe not in state.tested]
