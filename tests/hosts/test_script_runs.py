@@ -262,6 +262,18 @@ def test_evaluation_with_gradients_is_found_and_spared(tmp_path):
         assert plan["evaluation"] is not None and worker.call("evaluate") > 0
 
 
+def test_saliency_after_an_evaluation_has_its_gradients_though_evaluations_record_none(tmp_path):
+    text = (SCRIPTS / "tensors.py").read_text().replace("with torch.no_grad():", "if True:")
+    text += "\nmodel.eval()\nimage = torch.randn(2, 16, requires_grad=True)\nmodel(image).sum().backward()\n"
+    text += "print('saliency', bool(image.grad.abs().sum() > 0))\n"
+    (tmp_path / "train.py").write_text(text)
+    command = [sys.executable, "-m", "hasten", "train", "--with", "eval_no_grad", "--quiet", "--"]
+    done = subprocess.run(
+        [*command, sys.executable, "train.py", "1"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "saliency True" in done.stdout, done.stderr
+
+
 def test_training_with_a_recipe_is_the_users_own(tmp_path):
     command = [sys.executable, "-m", "hasten", "train", "--with", "in_memory_batches", "--quiet", "--"]
     plain = [sys.executable, str(SCRIPTS / "mnist.py"), "--epochs=1", "--save"]

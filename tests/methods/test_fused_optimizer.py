@@ -1,7 +1,11 @@
 """fused_optimizer: the same optimizer object with torch's fused kernels; the same formula."""
 
+from copy import deepcopy
+
 import pytest
 import torch
+
+from hasten.methods.fused_optimizer import _fuse
 
 OPTIMIZERS = {
     "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True),
@@ -37,6 +41,47 @@ def test_state_is_loaded_into_a_fused_optimizer(perceptron, trained):
     second.program.forward_backward(next(iter(second.program.train)))
     second.program.optimizer_step()
     assert next(iter(second.run.optimizer.state.values()))["step"].item() == 4
+
+
+def stepped(optimizer, parameter, times=1):
+    for number in range(times):
+        gradient = 0.1 * (number + 1) * torch.arange(parameter.numel()).view(parameter.shape)
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("is_loaded_late", [False, True])
+def test_state_of_another_memory_format_is_brought_into_that_of_the_weights(is_loaded_late):
+    """torch's fused kernel on the CPU would update each weight by the moments of another one."""
+    start = torch.linspace(-1, 1, 48).reshape(4, 3, 2, 2)
+    plain = torch.nn.Parameter(start.clone())
+    usual = torch.optim.Adam([plain], lr=0.1)
+    stepped(usual, plain, 2)
+    checkpoint, weights = deepcopy(usual.state_dict()), plain.detach().clone()
+    stepped(usual, plain)
+    resumed = torch.nn.Parameter(weights.contiguous(memory_format=torch.channels_last))
+    fused = torch.optim.Adam([resumed], lr=0.1)
+    if is_loaded_late:
+        _fuse(fused)
+        fused.load_state_dict(checkpoint)
+    else:
+        fused.load_state_dict(checkpoint)
+        _fuse(fused)
+    assert fused.param_groups[0]["fused"]
+    stepped(fused, resumed)
+    torch.testing.assert_close(resumed.detach(), plain.detach())
+
+
+def test_checkpoint_of_a_fused_run_holds_the_options_and_the_memory_format_of_the_task():
+    parameter = torch.nn.Parameter(torch.ones(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    _fuse(optimizer)
+    stepped(optimizer, parameter)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    saved = optimizer.state_dict()
+    assert [group["fused"] for group in saved["param_groups"]] == [None, None]
+    assert saved["state"][0]["exp_avg"].is_contiguous() and not optimizer.state[parameter]["exp_avg"].is_contiguous()
+    assert all(group["fused"] for group in optimizer.param_groups), "the run itself goes on with the fused kernels"
 
 
 class AdamSubclass(torch.optim.Adam):

@@ -28,6 +28,7 @@ from hasten.engine.error_messages import translate_disk_errors
 from hasten.engine.plan import Program
 from hasten.engine.run_dir import FREE_THE_DISK, atomic_write
 from hasten.utils.batch import batch_tensors
+from hasten.utils.optimizers import align_state
 from hasten.utils.rng import derive_seed, get_rng_state, preserve_rng_state, set_rng_state, set_seeds
 
 State = dict[str, Any]  # nested dicts and lists of tensors and plain data
@@ -206,6 +207,9 @@ def restore(program: Program, state: State) -> None:
         run.unwrapped_model.load_state_dict(model)
         optimizer = _distribute_optimizer_state(run.optimizer, state["optimizer"])
         run.optimizer.load_state_dict(optimizer)
+        for one in getattr(run.optimizer, "optimizers", [run.optimizer]):
+            if isinstance(one, torch.optim.Optimizer):  # the checkpoint may be of another memory format
+                align_state(one)
         _restore_dtypes(run.optimizer, optimizer)
         mark_updated(run.optimizer)
         if program.schedule is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten import Batch, Card, Exactness, ForwardFn, Method, RunContext, WrapOrder
+from hasten.utils.batch import batch_tensors
 from hasten.utils.op_recorder import NOT_CHECKED
 
 
@@ -37,6 +38,8 @@ class EvalNoGrad(Method):
 
         def forward_without_gradients(batch: Batch) -> torch.Tensor:
             if model.training or not torch.is_grad_enabled():
+                return forward(batch)
+            if any(tensor.requires_grad for tensor in batch_tensors(batch)):  # a saliency map, an adversarial example
                 return forward(batch)
             spared[0] += 1
             with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from hasten import Card, Exactness, Method, NoEffectError, OptimizerFactory, RunContext
 from hasten._torch_compat import mark_fused
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
-from hasten.utils.optimizers import optimizer_and_schedule
+from hasten.utils.optimizers import follow_strides, optimizer_and_schedule
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -91,6 +91,21 @@ def _observe(optimizer: torch.optim.Optimizer) -> Generator[None, None, str]:
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Switches to the fused kernels, also after a checkpoint is loaded. What is saved holds the options of the task."""
+    own = [{name: group[name] for name in ("fused", "foreach")} for group in optimizer.param_groups]
+
+    def restore_options(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        options = [*own, *[own[-1]] * (len(saved["param_groups"]) - len(own))]  # of groups that were added later
+        groups = [group | before for group, before in zip(saved["param_groups"], options, strict=True)]
+        return {**saved, "param_groups": groups}
+
+    _switch_on(optimizer)
+    optimizer.register_load_state_dict_post_hook(_switch_on)
+    optimizer.register_state_dict_post_hook(restore_options)
+    follow_strides(optimizer)
+
+
+def _switch_on(optimizer: torch.optim.Optimizer) -> None:
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
     mark_fused(optimizer)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from hasten._torch_compat import chained_schedulers
 from hasten.core.errors import ConfigurationError
 
@@ -48,6 +50,35 @@ def scale_learning_rates(optimizer: Any, schedule: Any, factor: float) -> None:
         for name in ("base_lrs", "max_lrs"):
             if hasattr(scheduler, name):
                 setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
+
+
+def follow_strides(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps the state of an optimizer in the memory format of its weights, also where it is loaded later.
+
+    torch's fused kernels on the CPU walk through memory and check no strides: with state in another format, such as
+    that of a checkpoint from before the weights became channels-last, they update weights by the state of others. What
+    is saved is contiguous, so that a run without hasten can load it.
+    """
+    align_state(optimizer)
+    optimizer.register_load_state_dict_post_hook(align_state)
+    optimizer.register_state_dict_post_hook(_with_contiguous_state)
+
+
+def align_state(optimizer: torch.optim.Optimizer) -> None:
+    """Brings state tensors of the shape of their weight into its memory format; their values stay."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            is_like_weight = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if is_like_weight and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _with_contiguous_state(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    def contiguous(value: Any) -> Any:
+        return value.contiguous() if isinstance(value, torch.Tensor) and value.layout is torch.strided else value
+
+    state = {key: {name: contiguous(value) for name, value in values.items()} for key, values in saved["state"].items()}
+    return {**saved, "state": state}
 
 
 class OptimizerList:

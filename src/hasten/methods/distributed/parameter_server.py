@@ -173,7 +173,8 @@ class Server:
         sizes = [weight.numel() for weight in self.weights]
         *gradients, has_gradient = torch.split(mean, [*sizes, len(sizes)])
         for weight, gradient, exists in zip(self.weights, gradients, has_gradient, strict=True):
-            weight.grad = gradient.view_as(weight).to(weight) if exists else None
+            # in the memory format of the weight: fused kernels on the CPU check no strides
+            weight.grad = torch.empty_like(weight).copy_(gradient.view_as(weight)) if exists else None
         for group, values in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(values)
         self.optimizer.step()
