@@ -11,7 +11,7 @@ from hasten.core.recipe import Recipe
 from hasten.core.task import Task
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.advise import advise
-from hasten.profiling.diagnose import diagnose
+from hasten.profiling.diagnose import _denormals_ceiling, diagnose
 from hasten.profiling.drift import Drift, Stretch, describe, measure_drift
 from hasten.testing.tasks import perceptron
 from hasten.utils.denormals import count_denormals, smallest_denormals
@@ -87,6 +87,12 @@ def test_advice_begins_with_the_remedy_of_a_problem():
     others, not_advised = advise(phases, {"denormals": 1.0}, frozenset({"cpu"}), cards)
     assert remedy not in [entry["method"] for entry in others]
     assert remedy in [entry["method"] for entry in not_advised]
+
+
+@pytest.mark.parametrize(("steps", "ceiling"), [(400, {"denormals": 1.0}), (10_000, {}), (None, {})])
+def test_denormals_ceiling_of_rows_without_denormals_is_known_at_the_end_only(steps, ceiling):
+    assert _denormals_ceiling(Drift([stretch(200), stretch(390)]), steps) == ceiling
+    assert _denormals_ceiling(Drift(), steps) == {}
 
 
 class Planted(torch.optim.SGD):

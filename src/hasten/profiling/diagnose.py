@@ -104,7 +104,7 @@ def diagnose(
     measured = {*profile.ceilings.ratios, "evaluation"}
     medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items() if name in measured}
     gains = possible_gains(profile, medians)
-    bounds = {"system_time": gains["system_time"]} | medians | _denormals_ceiling(drift)
+    bounds = {"system_time": gains["system_time"]} | medians | _denormals_ceiling(drift, profile.plan["steps"])
     problems = frozenset({"denormals"} if drift.has_denormals else ())
     refused = _refused(task, cards)
     able = {name: card for name, card in cards.items() if name not in refused}
@@ -176,11 +176,14 @@ def _measure_drift(
         return Drift(), {"drift": str(error)}
 
 
-def _denormals_ceiling(drift: Drift) -> dict[str, float]:
-    """The ceiling of a training without denormal numbers; none where they were there from the start."""
-    if not drift.rows or (drift.has_denormals and drift.ratio is None):
-        return {}
-    return {"denormals": drift.ratio.median if drift.has_denormals and drift.ratio else 1.0}
+def _denormals_ceiling(drift: Drift, steps: int | None) -> dict[str, float]:
+    """The ceiling of a training without denormal numbers; none where they were there from the start.
+
+    A training of which only the first steps were seen may contain them later: moving averages need hundreds of steps.
+    """
+    if drift.has_denormals:
+        return {"denormals": drift.ratio.median} if drift.ratio else {}
+    return {"denormals": 1.0} if drift.reached(steps) else {}
 
 
 def _ceilings(profile: StepProfile) -> dict[str, Interval]:

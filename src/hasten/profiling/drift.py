@@ -69,6 +69,10 @@ class Drift:
         """Whether some kind of tensor holds denormal numbers in any stretch."""
         return any(row.denormal_kinds() for row in self.rows)
 
+    def reached(self, steps: int | None) -> bool:
+        """Whether the rows extend to about the end of a training of ``steps`` steps; False if that is unknown."""
+        return steps is not None and bool(self.rows) and self.rows[-1].step >= (1 - 1 / STRETCHES) * steps
+
 
 def measure_drift(
     task: TaskRef,
