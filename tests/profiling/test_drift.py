@@ -1,5 +1,6 @@
 """Drift: what is said of measured stretches, what a real run shows, and that a steady training shows nothing."""
 
+import math
 import time
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from torch import nn
 
 from hasten.benchmarking.ratio import Ratio
+from hasten.core.errors import RunError
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
 from hasten.engine.tasks import TaskRef
+from hasten.profiling import drift as drift_module
 from hasten.profiling.advise import advise
 from hasten.profiling.diagnose import _denormals_ceiling, diagnose
 from hasten.profiling.drift import Drift, Stretch, describe, measure_drift
@@ -121,6 +124,101 @@ def test_measure_drift_ends_with_the_training():
     drift = measure_drift(TaskRef.of(task), Recipe(), seconds=60.0, **CPU)
     assert len(drift.rows) > 3 and last / 2 < drift.rows[-1].step <= last + 1
 
+
+class PlantedTraining:
+    """A worker that imitates a training whose steps take the seconds of ``seconds_of(step)``, on a clock of its own.
+
+    ``drift.start_workers`` and ``drift.time`` in one. The next worker is a fresh training on the same clock, or fails.
+    """
+
+    def __init__(self, seconds_of, steps: int | None = None, denormal_from: float = math.inf, failure: str = ""):
+        self.seconds_of, self.steps, self.denormal_from, self.failure = seconds_of, steps, denormal_from, failure
+        self.step, self.now, self.started = 0, [0.0], []
+
+    def monotonic(self) -> float:
+        return self.now[0]
+
+    def start(self, processes, service, timeout=None, deadline=None, /, **arguments):
+        self.started.append(deadline)
+        return self if len(self.started) == 1 else self._fresh()
+
+    def _fresh(self) -> "PlantedTraining":
+        if self.failure:
+            raise RunError(self.failure)
+        self.fresh = PlantedTraining(self.seconds_of, self.steps)
+        self.fresh.now = self.now
+        return self.fresh
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def suspend(self) -> None:
+        pass
+
+    def call(self, method, **arguments):
+        return getattr(self, method)(**arguments)
+
+    def build(self):
+        self.train(15)
+        return {"step": self.seconds_of(0), "steps": self.steps}
+
+    def peak_memory(self):
+        return []
+
+    def train(self, count):
+        seconds = sum(map(self.seconds_of, range(self.step, self.step + count)))
+        self.step, self.now[0] = self.step + count, self.now[0] + seconds
+        return {"seconds": seconds}
+
+    def state(self):
+        self.train(1)
+        denormal = 500 * (self.step >= self.denormal_from)
+        return {"step": self.step, "denormal": {"exp_avg": denormal}, "values": {"exp_avg": 1000}, "rss": 0}
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    """``measure_drift`` of a planted training."""
+
+    def measure(training: PlantedTraining, **limits) -> Drift:
+        monkeypatch.setattr(drift_module, "start_workers", training.start)
+        monkeypatch.setattr(drift_module, "time", training)
+        return measure_drift(TaskRef.of(perceptron()), Recipe(), **CPU, **{"seconds": 10.0, **limits})
+
+    return measure
+
+
+def slower_from(step: int, ratio: float = 2.0):
+    """Steps of 3 ms, which take ``ratio`` times as long from ``step`` on."""
+    return lambda at: 0.003 * (ratio if at >= step else 1.0)
+
+
+def test_measure_drift_passes_the_deadline_to_both_runs(measure):
+    training = PlantedTraining(slower_from(800))
+    assert measure(training, deadline=1e9).ratio is not None
+    assert training.started == [1e9, 1e9]
+
+
+def test_measure_drift_whose_fresh_run_fails_keeps_the_rows(measure):
+    found = measure(PlantedTraining(slower_from(800), denormal_from=900, failure="out of memory"))
+    assert len(found.rows) > 3 and found.ratio is None
+    assert found.not_measured == "steps seem slower, but no fresh run confirms it: out of memory"
+    assert (describe(found) or "").endswith("are denormal."), "it is not known whether steps take longer"
+
+
+def test_measure_drift_without_memory_for_two_runs_builds_one(measure, monkeypatch):
+    monkeypatch.setattr(drift_module, "fit_together", lambda *runs: False)
+    training = PlantedTraining(slower_from(800))
+    found = measure(training)
+    assert len(found.rows) > 3 and "memory does not suffice" in found.not_measured and len(training.started) == 1
+
+
+def test_measure_drift_of_equal_steps_needs_no_fresh_run(measure):
+    training = PlantedTraining(slower_from(800, ratio=1.0))
+    assert measure(training).ratio is None and len(training.started) == 1
 
 @pytest.mark.slow
 def test_diagnose_begins_its_advice_with_the_denormals():

@@ -171,9 +171,10 @@ def _measure_drift(
     if least > max(seconds, CHEAP_S):
         return Drift(), {"drift": f"it would take {least:.0f} s to train on"}
     try:
-        return measure_drift(task, recipe, seconds=seconds, **where), {}
+        drift = measure_drift(task, recipe, seconds=seconds, **where)
     except RunError as error:
-        return Drift(), {"drift": str(error)}
+        drift = Drift(not_measured=str(error))
+    return drift, {"drift": drift.not_measured} if drift.not_measured else {}
 
 
 def _denormals_ceiling(drift: Drift, steps: int | None) -> dict[str, float]:
