@@ -76,7 +76,28 @@ def test_count_denormals(dtype):
 
 def test_count_denormals_of_many_values_is_about_right():
     many = torch.cat([smallest_denormals(1 << 20), torch.ones(1 << 20)])
-    assert count_denormals([many]) == (1 << 20, 1 << 21)
+    assert count_denormals([many]) == (pytest.approx(1 << 20, rel=1e-4), 1 << 21)
+
+
+def test_count_denormals_of_a_sparse_gradient_counts_the_stored_values():
+    table = nn.Embedding(10, 4, sparse=True)
+    (table(torch.tensor([3, 3, 5])) * smallest_denormals(1)).sum().backward()
+    assert table.weight.grad is not None and table.weight.grad.is_sparse
+    assert count_denormals([table.weight.grad, torch.ones(2, 2).to_sparse_csr()]) == (8, 8)
+
+
+@pytest.mark.parametrize("column", range(2))
+def test_count_denormals_of_a_column_in_rows_of_a_power_of_two_is_about_right(column):
+    table = torch.ones(1 << 14, 1 << 7)
+    table[:, column] = smallest_denormals(1)
+    found, values = count_denormals([table])
+    assert found == pytest.approx(1 << 14, rel=0.01) and values == 1 << 21
+
+
+def test_count_denormals_of_many_short_tensors_is_about_right():
+    short = torch.cat([smallest_denormals(1), torch.ones(20)])
+    found, _ = count_denormals([torch.ones(1 << 21), *[short] * 100])
+    assert found == pytest.approx(100, abs=10), "only the first value of each is denormal"
 
 
 def test_advice_begins_with_the_remedy_of_a_problem():

@@ -31,13 +31,24 @@ def flushes_denormals() -> bool:
 def count_denormals(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     """(denormal values, all values) of floating-point tensors. Of many values, some thousand at equal distances count.
 
-    float16 is left out: its denormal numbers are normal in float32, with which the CPU computes.
+    float16 is left out: its denormal numbers are normal in float32, with which the CPU computes. Of a sparse tensor the
+    stored values count; other layouts that are not strided are left out.
     """
-    kinds = [tensor.detach() for tensor in tensors if type(tensor.data) is torch.Tensor and tensor.dtype in _FORMATS]
-    values, found = sum(tensor.numel() for tensor in kinds), 0.0
-    stride = -(-values // MAX_COUNTED)
+    kinds = [_stored_values(tensor.detach()) for tensor in tensors if _is_countable(tensor)]
+    values, found, position = sum(tensor.numel() for tensor in kinds), 0, 0
+    stride = -(-values // MAX_COUNTED) | 1  # odd: rows of a power of two would show the same columns only
     for tensor in kinds:
         bits, magnitude, smallest_normal = _FORMATS[tensor.dtype]
-        counted = tensor.flatten()[::stride].view(bits) & magnitude
+        counted = tensor.flatten()[-position % stride :: stride].view(bits) & magnitude  # across all tensors
         found += stride * int(torch.count_nonzero((counted > 0) & (counted < smallest_normal)))
-    return min(values, round(found)), values
+        position += tensor.numel()
+    return min(values, found), values
+
+
+def _is_countable(tensor: torch.Tensor) -> bool:
+    has_values = tensor.is_sparse or tensor.layout is torch.strided
+    return type(tensor.data) is torch.Tensor and tensor.dtype in _FORMATS and has_values
+
+
+def _stored_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
