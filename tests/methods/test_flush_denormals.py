@@ -154,6 +154,13 @@ def test_worker_of_the_users_loader_flushes_with_the_method_only(start, methods)
     assert loader.worker_init_fn is None
 
 
+def test_persistent_worker_of_a_resumed_run_flushes(monkeypatch):
+    """This process does not flush, so that a forked worker inherits as little as a spawned one."""
+    monkeypatch.setattr("hasten.engine.loaders.flushes_denormals", lambda: True)
+    loader = DataLoader(Planted(), num_workers=1, persistent_workers=True)
+    assert survived_in_batches(task(loader), [], epoch=1) == [0.0, 0.0]
+
+
 @pytest.fixture
 def start_method(request):
     before = multiprocessing.get_start_method()
@@ -170,10 +177,10 @@ def test_worker_of_a_dataset_flushes_with_the_method_only(methods):
     assert survived_in_batches(task(Planted()), methods) == [0.0 if len(methods) > 1 else 1.0] * 2
 
 
-def survived_in_batches(task: Task, methods: list[Method]) -> list[float]:
+def survived_in_batches(task: Task, methods: list[Method], epoch: int = 0) -> list[float]:
     program = build(task, methods)
     with program.process_context():
-        return [float(target) for _, targets in program.train.epoch(0, 0) for target in targets]
+        return [float(target) for _, targets in program.train.epoch(epoch, 0) for target in targets]
 
 
 @pytest.mark.parametrize(

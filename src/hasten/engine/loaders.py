@@ -111,7 +111,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         # resumed: the workers' seed is drawn once
         if epoch and loader.persistent_workers and not workers_started(loader):
             with preserve_rng_state(*_generators_of(loader)):
-                iter(loader)
+                _start(loader)
         find = _sample_finder(spec, epoch) if spec is not None else None  # before iter() draws
         return islice(_with_clear_errors(_start(loader), find), start, None)
 
