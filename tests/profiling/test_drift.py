@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -240,6 +241,20 @@ def test_measure_drift_without_memory_for_two_runs_builds_one(measure, monkeypat
 def test_measure_drift_of_equal_steps_needs_no_fresh_run(measure):
     training = PlantedTraining(slower_from(800, ratio=1.0))
     assert measure(training).ratio is None and len(training.started) == 1
+
+
+def test_seconds_of_steps_of_rows_that_slow_down_extend_the_last_one():
+    rows = [replace(stretch(1000), seconds_per_step=0.003), replace(stretch(2000), seconds_per_step=0.006)]
+    assert Drift(rows).seconds_of_steps(10_000) == pytest.approx(3.0 + 54.0)
+    assert Drift(rows).seconds_of_steps(500) == pytest.approx(1.5)
+    assert Drift(rows).seconds_of_steps(None) is None and Drift().seconds_of_steps(500) is None
+
+
+@pytest.mark.parametrize("slow_from", [800, 2000, 100_000])
+def test_seconds_of_steps_of_a_planted_training_are_right_within_10_percent(measure, slow_from):
+    seconds_of, steps = slower_from(slow_from), 20_000
+    predicted = measure(PlantedTraining(seconds_of, steps)).seconds_of_steps(steps)
+    assert predicted == pytest.approx(sum(map(seconds_of, range(steps))), rel=0.1)
 
 @pytest.mark.slow
 def test_diagnose_begins_its_advice_with_the_denormals():

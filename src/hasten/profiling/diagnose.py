@@ -135,7 +135,7 @@ def diagnose(
         "facts": sorted(profile.facts),
         "batch_size": profile.plan["batch_size"],
         "seconds_per_step": profile.step,
-        "seconds_per_run": profile.seconds_per_run(),
+        "seconds_per_run": profile.seconds_per_run(drift.seconds_of_steps(profile.plan["steps"])),
         "samples_per_second": 1.0 / profile.sample,
         "start_seconds": profile.plan["start"],
         "peak_memory_bytes": peaks,

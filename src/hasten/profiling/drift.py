@@ -76,6 +76,17 @@ class Drift:
         """Whether the rows extend to about the end of a training of ``steps`` steps; False if that is unknown."""
         return steps is not None and bool(self.rows) and self.rows[-1].step >= (1 - 1 / STRETCHES) * steps
 
+    def seconds_of_steps(self, steps: int | None) -> float | None:
+        """Seconds of the steps of a whole training: every stretch at its own speed, what follows at that of the last.
+
+        None without rows, or if the number of steps is unknown.
+        """
+        if not self.rows or steps is None:
+            return None
+        ends = [*(min(row.step, steps) for row in self.rows[:-1]), steps]
+        lengths = (end - begin for begin, end in pairwise([0, *ends]))
+        return sum(length * row.seconds_per_step for length, row in zip(lengths, self.rows, strict=True))
+
 
 def measure_drift(
     task: TaskRef,
