@@ -19,7 +19,6 @@ from hasten.core.task import Task
 from hasten.data.workers.processes import ProcessRunner
 from hasten.data.workers.runners import InlineRunner, ThreadRunner
 from hasten.engine.plan import build
-from hasten.methods import flush_denormals
 from hasten.methods.flush_denormals import FlushDenormals
 from hasten.methods.loader_workers import LoaderWorkers
 from hasten.testing.effects import observe_effect
@@ -202,7 +201,7 @@ def test_effect_names_the_threads():
 @pytest.mark.usefixtures("two_threads")
 def test_effect_without_ended_threads_is_refused(monkeypatch):
     assert survivors() == COUNT
-    monkeypatch.setattr(flush_denormals, "end_intra_op_threads", lambda: False)
+    monkeypatch.setattr("hasten.utils.denormals.end_intra_op_threads", lambda: False)
     effect = observe_effect(perceptron(), Recipe().with_method("flush_denormals"))
     assert not effect.acts and "not flushed by the intra-op threads" in effect.text
 

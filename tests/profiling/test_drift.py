@@ -16,9 +16,9 @@ from hasten.engine.tasks import TaskRef
 from hasten.profiling import drift as drift_module
 from hasten.profiling.advise import advise
 from hasten.profiling.diagnose import _denormals_ceiling, diagnose
-from hasten.profiling.drift import Drift, Stretch, describe, measure_drift
+from hasten.profiling.drift import Drift, DriftProbe, Stretch, describe, measure_drift
 from hasten.testing.tasks import perceptron
-from hasten.utils.denormals import count_denormals, smallest_denormals
+from hasten.utils.denormals import count_denormals, flushes_denormals, set_flush_denormals, smallest_denormals
 
 MIB = 1 << 20
 CPU = {"device": "cpu", "seed": 0}
@@ -36,11 +36,22 @@ def test_describe_steady_training_is_none():
 
 def test_describe_slow_training_with_denormals_names_them():
     rows = [stretch(400), stretch(900, 12_000), stretch(1300, 16_000)]
-    text = describe(Drift(rows, 800, Ratio(2.6, 2.4, 2.8)))
+    text = describe(Drift(rows, 800, Ratio(2.6, 2.4, 2.8), Ratio(1.0, 0.9, 1.1)))
     assert text == (
         "From about step 800 on, 16,000 of 283,000 values of the optimizer's first moment (exp_avg) are denormal; "
         "steps take 2.6 times as long as at the start."
     )
+
+
+@pytest.mark.parametrize("flushed", [None, Ratio(2.5, 2.3, 2.7)])
+def test_describe_slow_training_beside_denormals_that_cost_nothing_names_no_cause(flushed):
+    rows = [stretch(400, 12_000), stretch(900, 16_000)]
+    found = Drift(rows, 800, Ratio(2.6, 2.4, 2.8), flushed)
+    assert describe(found) == (
+        "From about step 400 on, 16,000 of 283,000 values of the optimizer's first moment (exp_avg) are denormal; "
+        "from about step 800 on, steps take 2.6 times as long as at the start."
+    )
+    assert _denormals_ceiling(found, 900) == ({"denormals": pytest.approx(1.04)} if flushed else {})
 
 
 def test_describe_slow_training_without_denormals_names_no_cause():
@@ -72,7 +83,8 @@ def test_describe_memory_that_grows_in_every_stretch(sizes, grows):
 def test_count_denormals(dtype):
     tiny = torch.finfo(dtype).smallest_normal
     values = torch.tensor([0.0, -0.0, tiny, -tiny, tiny / 2, -tiny / 4, 1.0, float("nan"), float("inf")], dtype=dtype)
-    assert count_denormals([values, torch.ones(3, dtype=torch.int64)]) == (2, 9)
+    elsewhere = torch.ones(3, dtype=dtype, device="meta")  # as on a GPU, which computes with them at full speed
+    assert count_denormals([values, torch.ones(3, dtype=torch.int64), elsewhere]) == (2, 9)
 
 
 def test_count_denormals_of_many_values_is_about_right():
@@ -153,8 +165,11 @@ class PlantedTraining:
     ``drift.start_workers`` and ``drift.time`` in one. The next worker is a fresh training on the same clock, or fails.
     """
 
-    def __init__(self, seconds_of, steps: int | None = None, denormal_from: float = math.inf, failure: str = ""):
-        self.seconds_of, self.steps, self.denormal_from, self.failure = seconds_of, steps, denormal_from, failure
+    def __init__(
+        self, seconds_of, steps: int | None = None, *, denormal_from: float = math.inf, flushed=None, failure: str = ""
+    ):
+        self.seconds_of, self.flushed, self.steps = seconds_of, flushed, steps
+        self.denormal_from, self.failure = denormal_from, failure
         self.step, self.now, self.started = 0, [0.0], []
 
     def monotonic(self) -> float:
@@ -189,6 +204,10 @@ class PlantedTraining:
 
     def peak_memory(self):
         return []
+
+    def flush(self):
+        self.seconds_of = self.flushed or self.seconds_of
+        return self.flushed is not None
 
     def train(self, count):
         seconds = sum(map(self.seconds_of, range(self.step, self.step + count)))
@@ -236,6 +255,14 @@ def test_measure_drift_without_memory_for_two_runs_builds_one(measure, monkeypat
     training = PlantedTraining(slower_from(800))
     found = measure(training)
     assert len(found.rows) > 3 and "memory does not suffice" in found.not_measured and len(training.started) == 1
+
+
+@pytest.mark.parametrize(("flushed", "gain"), [(lambda at: 0.003, 2.0), (slower_from(800), 1.0), (None, None)])
+def test_measure_drift_of_denormals_compares_with_zeros(measure, flushed, gain):
+    found = measure(PlantedTraining(slower_from(800), denormal_from=900, flushed=flushed))
+    assert found.denormals_gain == (gain and pytest.approx(gain))
+    assert (describe(found) or "").endswith("steps take 2.0 times as long as at the start.")
+    assert ("are denormal; steps take" in (describe(found) or "")) == (gain == 2.0)
 
 
 def test_measure_drift_of_equal_steps_needs_no_fresh_run(measure):
@@ -297,6 +324,23 @@ def test_measure_drift_of_a_planted_drift(model, words):
     drift = measure_drift(TaskRef.of(perceptron(model=model, epochs=10_000)), Recipe(), seconds=8.0, **CPU)
     assert words in (describe(drift) or "") and drift.ratio is not None and "denormal" not in (describe(drift) or "")
     assert model is Grown or 400 <= (drift.slow_from or 0) <= 700
+
+
+def test_drift_probe_that_flushes_computes_with_zeros():
+    probe = DriftProbe(TaskRef.of(perceptron()), methods={}, **CPU)
+    try:
+        assert probe.flush() and flushes_denormals()
+    finally:
+        set_flush_denormals(False)
+
+
+@pytest.mark.timing
+@pytest.mark.slow
+def test_measure_drift_of_a_sleep_beside_planted_denormals_names_no_cause():
+    task = perceptron(model=Slept, optimizer=lambda model: Planted(model.parameters(), lr=0.1), epochs=10_000)
+    found = measure_drift(TaskRef.of(task), Recipe(), seconds=8.0, **CPU)
+    assert found.ratio is not None and found.denormals_gain is not None and found.denormals_gain < 1.1
+    assert "are denormal; from about step" in (describe(found) or "")
 
 
 @pytest.mark.timing

@@ -178,12 +178,12 @@ def _measure_drift(
 
 
 def _denormals_ceiling(drift: Drift, steps: int | None) -> dict[str, float]:
-    """The ceiling of a training without denormal numbers; none where they were there from the start.
+    """The ceiling of a training without denormal numbers; none where it is unknown what they cost.
 
     A training of which only the first steps were seen may contain them later: moving averages need hundreds of steps.
     """
     if drift.has_denormals:
-        return {"denormals": drift.ratio.median} if drift.ratio else {}
+        return {"denormals": max(1.0, drift.denormals_gain)} if drift.denormals_gain else {}
     return {"denormals": 1.0} if drift.reached(steps) else {}
 
 

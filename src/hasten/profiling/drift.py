@@ -2,12 +2,14 @@
 
 The real training runs on, block by block. If its last blocks are slower than its first ones, a fresh run of the same
 training takes turns with it: only what is slower than a run at the start, in the same seconds, is no disturbance of the
-machine.
+machine. Whether denormal numbers are the cause is measured, too: at last the training that ran on computes with zeros
+instead.
 """
 
 import math
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -25,7 +27,7 @@ from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.memory import fit_together
 from hasten.engine.tasks import TaskRef
-from hasten.utils.denormals import count_denormals
+from hasten.utils.denormals import count_denormals, set_flush_denormals
 
 RUN_SHARE = 0.7  # of the time for running the training on; the rest is for the comparison with a fresh run
 BLOCKS, STRETCHES = 72, 8  # blocks of steps are timed; the state is counted once per stretch of blocks
@@ -65,12 +67,18 @@ class Drift:
     rows: list[Stretch] = field(default_factory=list[Stretch])
     slow_from: int | None = None  # the step from which steps are slower than at the start; None without a drift
     ratio: Ratio | None = None  # time of a step at the end / at the start, measured in turns; None without a drift
+    flushed: Ratio | None = None  # the same with zeros instead of denormal numbers; None if there are none, or unknown
     not_measured: str = ""  # why steps that seem slower were not compared with those of a fresh run; "" if they were
 
     @property
     def has_denormals(self) -> bool:
         """Whether some kind of tensor holds denormal numbers in any stretch."""
         return any(row.denormal_kinds() for row in self.rows)
+
+    @property
+    def denormals_gain(self) -> float | None:
+        """How many times as fast steps at the end are with zeros instead of denormal numbers; None if not measured."""
+        return self.ratio.median / self.flushed.median if self.ratio and self.flushed else None
 
     def reached(self, steps: int | None) -> bool:
         """Whether the rows extend to about the end of a training of ``steps`` steps; False if that is unknown."""
@@ -127,23 +135,33 @@ def measure_drift(
             return Drift(rows)
         on_progress("comparing the training with its start", RUN_SHARE, (1 - RUN_SHARE) * seconds)
         try:
-            ratio = _compare_with_start(probe, arguments, count, (1 - RUN_SHARE) * seconds, deadline)
+            has_denormals = Drift(rows).has_denormals
+            ratio, flushed = _compare_with_start(
+                probe, arguments, count, (1 - RUN_SHARE) * seconds, deadline, has_denormals=has_denormals
+            )
         except RunError as error:  # also at the deadline: what the training that ran on has shown is known
             return Drift(rows, not_measured=f"steps seem slower, but no fresh run confirms it: {error}")
     if ratio.median < MIN_RATIO or (ratio.low or 0.0) <= 1.0:
         return Drift(rows)
-    return Drift(rows, _slow_from(blocks), ratio)
+    return Drift(rows, _slow_from(blocks), ratio, flushed)
 
 
 def describe(drift: Drift) -> str | None:
-    """The drift in one sentence; None without one. Only denormal numbers are named as a cause."""
+    """The drift in one sentence; None without one.
+
+    Only denormal numbers are named as a cause, where steps were faster with zeros instead.
+    """
     parts = [part for part in (_describe_time(drift), _describe_memory(drift.rows)) if part]
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else None
 
 
 class DriftProbe(Arm):
-    """An arm that also counts the denormal numbers in its state."""
+    """An arm that also counts the denormal numbers in its state, and can compute with zeros instead."""
+
+    def flush(self) -> bool:
+        """From now on computes with zero instead of denormal numbers; False if this processor cannot."""
+        return set_flush_denormals(True)
 
     def state(self) -> dict[str, Any]:
         """Trains one step, and returns ``step``, ``denormal``, ``values`` and ``rss``, see ``Drift.rows``."""
@@ -194,26 +212,44 @@ def _run_on(
 
 
 def _compare_with_start(
-    probe: Worker | WorkerGroup, arguments: dict[str, Any], count: int, seconds: float, deadline: float | None
-) -> Ratio:
-    """Time of a step of the training that ran on / of a fresh one, from blocks of both in turns.
+    probe: Worker | WorkerGroup,
+    arguments: dict[str, Any],
+    count: int,
+    seconds: float,
+    deadline: float | None,
+    *,
+    has_denormals: bool,
+) -> tuple[Ratio, Ratio | None]:
+    """Time of a step of the training that ran on / of a fresh one, and the same once it flushes denormal numbers.
+
+    Their existence is no proof that they cost time. The mode is switched once: what has become zero stays zero.
 
     Raises:
         RunError: memory does not suffice for both, or one of them failed.
     """
-    peaks = probe.call("peak_memory")
+    peaks, flushed = probe.call("peak_memory"), None
     if not fit_together(peaks, peaks):
         raise RunError("memory does not suffice for two runs at once")
     probe.suspend()
     with start_workers(1, "hasten.benchmarking.arm:Arm", None, deadline, **arguments) as fresh:
         fresh.call("build")
-        times: dict[Any, list[float]] = {probe: [], fresh: []}
-        began = time.monotonic()
-        while len(times[fresh]) < 3 or (time.monotonic() - began < seconds and len(times[fresh]) < PAIRS):
-            order = (probe, fresh) if len(times[fresh]) % 2 == 0 else (fresh, probe)
-            for arm in order:
-                times[arm].append(arm.call("train", count=count)["seconds"])
-                arm.suspend()
+        part = seconds / 2 if has_denormals else seconds
+        ratio = _ratio_in_turns(probe, fresh, count, part)
+        with suppress(RunError):  # then the cause stays unknown
+            if has_denormals and probe.call("flush"):
+                flushed = _ratio_in_turns(probe, fresh, count, part)
+    return ratio, flushed
+
+
+def _ratio_in_turns(probe: Worker | WorkerGroup, fresh: Worker | WorkerGroup, count: int, seconds: float) -> Ratio:
+    """Time of a step of ``probe`` / of ``fresh``, from blocks of both in turns."""
+    times: dict[Any, list[float]] = {probe: [], fresh: []}
+    began = time.monotonic()
+    while len(times[fresh]) < 3 or (time.monotonic() - began < seconds and len(times[fresh]) < PAIRS):
+        order = (probe, fresh) if len(times[fresh]) % 2 == 0 else (fresh, probe)
+        for arm in order:
+            times[arm].append(arm.call("train", count=count)["seconds"])
+            arm.suspend()
     return ratio_of(times[probe], times[fresh], 0.05)
 
 
@@ -228,17 +264,20 @@ def _slow_from(blocks: list[tuple[int, float]]) -> int:
 
 
 def _describe_time(drift: Drift) -> str | None:
-    slower = f"steps take {drift.ratio.median:.1f} times as long as at the start" if drift.ratio else ""
+    time = f"steps take {drift.ratio.median:.1f} times as long as at the start" if drift.ratio else ""
+    slower = f"from about step {drift.slow_from:,} on, {time}" if drift.ratio else ""
     denormal = [row for row in drift.rows if row.denormal_kinds()]
     if not denormal:
-        return f"from about step {drift.slow_from:,} on, {slower}" if slower else None
+        return slower or None
     last = denormal[-1]
     kind = last.denormal_kinds()[0]
-    start = denormal[0].step if drift.slow_from is None else drift.slow_from
     numbers = f"{last.denormal[kind]:,} of {last.values[kind]:,} values of {STATE_NAMES.get(kind, f'the {kind}')}"
+    if (drift.denormals_gain or 0.0) >= MIN_RATIO:
+        return f"from about step {drift.slow_from:,} on, {numbers} are denormal; {time}"
     if not slower and not drift.not_measured:
         slower = "steps take no longer than at the start"
-    return f"from about step {start:,} on, {numbers} are denormal{slower and f'; {slower}'}"
+    numbers = f"from about step {denormal[0].step:,} on, {numbers} are denormal"
+    return f"{numbers}; {slower}" if slower else numbers
 
 
 def _describe_memory(rows: list[Stretch]) -> str | None:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
+from hasten._torch_compat import end_intra_op_threads
+
 MAX_COUNTED = 1 << 19  # values; counting them takes some milliseconds
 
 _FORMATS = {  # the bits as integers: their type, the mask without the sign, and the smallest normal number
@@ -28,11 +30,20 @@ def flushes_denormals() -> bool:
     return not nonzero_values(smallest_denormals(1) * 1.0)
 
 
+def set_flush_denormals(flush: bool) -> bool:
+    """Sets the mode of this thread and of those that will compute its operations; False if this processor cannot."""
+    is_set = torch.set_flush_denormal(flush)
+    if torch.get_num_threads() > 1:  # else there are none, or the threads of a process that this one was forked from
+        end_intra_op_threads()
+    return is_set
+
+
 def count_denormals(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     """(denormal values, all values) of floating-point tensors. Of many values, some thousand at equal distances count.
 
-    float16 is left out: its denormal numbers are normal in float32, with which the CPU computes. Of a sparse tensor the
-    stored values count; other layouts that are not strided are left out.
+    float16 is left out: its denormal numbers are normal in float32, with which the CPU computes. So are tensors on a
+    GPU, which computes with denormal numbers at full speed. Of a sparse tensor the stored values count; other layouts
+    that are not strided are left out.
     """
     kinds = [_stored_values(tensor.detach()) for tensor in tensors if _is_countable(tensor)]
     values, found, position = sum(tensor.numel() for tensor in kinds), 0, 0
@@ -46,7 +57,7 @@ def count_denormals(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
 
 
 def _is_countable(tensor: torch.Tensor) -> bool:
-    has_values = tensor.is_sparse or tensor.layout is torch.strided
+    has_values = tensor.device.type == "cpu" and (tensor.is_sparse or tensor.layout is torch.strided)
     return type(tensor.data) is torch.Tensor and tensor.dtype in _FORMATS and has_values
 
 
