@@ -265,6 +265,11 @@ def test_measure_drift_of_denormals_compares_with_zeros(measure, flushed, gain):
     assert ("are denormal; steps take" in (describe(found) or "")) == (gain == 2.0)
 
 
+def test_measure_drift_interval_contains_the_spread_of_processes(measure):
+    ratio = measure(PlantedTraining(slower_from(800))).ratio
+    assert ratio.low < 2.0 * 0.95 and ratio.high > 2.0 * 1.05
+
+
 def test_measure_drift_of_equal_steps_needs_no_fresh_run(measure):
     training = PlantedTraining(slower_from(800, ratio=1.0))
     assert measure(training).ratio is None and len(training.started) == 1

@@ -20,7 +20,7 @@ import torch
 
 from hasten.benchmarking.arm import Arm
 from hasten.benchmarking.fork_server import Worker
-from hasten.benchmarking.ratio import Ratio, ratio_of
+from hasten.benchmarking.ratio import Ratio, ratio_of_rounds
 from hasten.benchmarking.worker_group import WorkerGroup, start_workers
 from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback, no_progress
@@ -250,7 +250,7 @@ def _ratio_in_turns(probe: Worker | WorkerGroup, fresh: Worker | WorkerGroup, co
         for arm in order:
             times[arm].append(arm.call("train", count=count)["seconds"])
             arm.suspend()
-    return ratio_of(times[probe], times[fresh], 0.05)
+    return ratio_of_rounds([(times[probe], times[fresh])], 0.05)  # two processes of a recipe differ, too
 
 
 def _slow_from(blocks: list[tuple[int, float]]) -> int:
