@@ -270,6 +270,14 @@ def test_measure_drift_interval_contains_the_spread_of_processes(measure):
     assert ratio.low < 2.0 * 0.95 and ratio.high > 2.0 * 1.05
 
 
+@pytest.mark.parametrize("seconds", [10.0, 1000.0])
+def test_measure_drift_with_any_budget_finds_what_begins_early(measure, seconds):
+    training = PlantedTraining(slower_from(800), denormal_from=900, flushed=slower_from(800))
+    found = measure(training, seconds=seconds)
+    assert found.ratio is not None and 700 < (found.slow_from or 0) < 900
+    assert training.fresh.step <= 15 + 300, "the fresh run must not become slow itself"
+
+
 def test_measure_drift_of_equal_steps_needs_no_fresh_run(measure):
     training = PlantedTraining(slower_from(800, ratio=1.0))
     assert measure(training).ratio is None and len(training.started) == 1

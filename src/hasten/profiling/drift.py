@@ -32,7 +32,9 @@ from hasten.utils.denormals import count_denormals, set_flush_denormals
 RUN_SHARE = 0.7  # of the time for running the training on; the rest is for the comparison with a fresh run
 BLOCKS, STRETCHES = 72, 8  # blocks of steps are timed; the state is counted once per stretch of blocks
 MIN_BLOCK_SECONDS = 0.02
-PAIRS = 8  # of blocks, in the comparison with a fresh run
+EDGE_BLOCKS = 12  # at most, are the start of the training, and the end of what was measured
+START_STEPS = 300  # that the blocks of the start have at most: the longer they are, the less differs from them
+PAIRS = EDGE_BLOCKS // 2  # of blocks, in the comparison with a fresh run, which may be made twice
 MIN_RATIO = 1.1  # of step times; processes of one recipe differ by 2 to 3 %
 MIN_SHARE = 1e-3  # of the values, that are denormal
 MIN_GROWTH = 16 << 20  # bytes of memory
@@ -49,7 +51,7 @@ class Stretch:
     """A stretch of a training, and the state at its end."""
 
     step: int  # the last one
-    seconds_per_step: float  # the median over its blocks
+    seconds_per_step: float  # the median over its steps, of which those of a block have the mean of it
     denormal: dict[str, int]  # number of denormal values by kind of tensor, such as "weights", "gradients" or "exp_avg"
     values: dict[str, int]  # number of all values by kind of tensor
     rss: int  # bytes of memory of the process
@@ -125,19 +127,21 @@ def measure_drift(
     on_progress("running the training on", 0.0, seconds)
     with start_workers(1, "hasten.profiling.drift:DriftProbe", None, deadline, **arguments) as probe:
         plan = probe.call("build")
-        count = max(1, math.ceil(max(MIN_BLOCK_SECONDS, RUN_SHARE * seconds / BLOCKS) / plan["step"]))
+        longest = max(1, math.ceil(max(MIN_BLOCK_SECONDS, RUN_SHARE * seconds / BLOCKS) / plan["step"]))
         if plan["steps"]:
-            count = min(count, max(1, plan["steps"] // BLOCKS))
-        blocks, rows = _run_on(probe, count, plan["steps"], RUN_SHARE * seconds)
-        times = [taken for _, taken in blocks]
-        sixth = max(1, len(times) // 6)
-        if len(times) < 6 or median(times[-sixth:]) < MIN_RATIO * median(times[:sixth]):
+            longest = min(longest, max(1, plan["steps"] // BLOCKS))
+        shortest = min(longest, START_STEPS // EDGE_BLOCKS)
+        blocks, rows = _run_on(probe, (shortest, longest), plan["steps"], RUN_SHARE * seconds)
+        if len(blocks) < 6:
+            return Drift(rows)
+        start, end = _start_and_end(blocks)
+        if end < MIN_RATIO * start:
             return Drift(rows)
         on_progress("comparing the training with its start", RUN_SHARE, (1 - RUN_SHARE) * seconds)
         try:
             has_denormals = Drift(rows).has_denormals
             ratio, flushed = _compare_with_start(
-                probe, arguments, count, (1 - RUN_SHARE) * seconds, deadline, has_denormals=has_denormals
+                probe, arguments, shortest, (1 - RUN_SHARE) * seconds, deadline, has_denormals=has_denormals
             )
         except RunError as error:  # also at the deadline: what the training that ran on has shown is known
             return Drift(rows, not_measured=f"steps seem slower, but no fresh run confirms it: {error}")
@@ -194,21 +198,38 @@ class DriftProbe(Arm):
 
 
 def _run_on(
-    probe: Worker | WorkerGroup, count: int, last_step: int | None, seconds: float
+    probe: Worker | WorkerGroup, limits: tuple[int, int], last_step: int | None, seconds: float
 ) -> tuple[list[tuple[int, float]], list[Stretch]]:
-    """Trains blocks of ``count`` steps: (first step, seconds of a step) of each, and a row for each stretch."""
+    """Trains block by block: (first step, seconds of a step) of each, and a row for each stretch.
+
+    A block has the fewest steps of ``limits`` at the start, then a share of the steps so far, up to the most: that
+    shows where the speed changes, early or late.
+    """
     blocks: list[tuple[int, float]] = []
     rows: list[Stretch] = []
+    times: list[float] = []  # of each step since the last row
+    fewest, most = limits
     began, step = time.monotonic(), probe.call("state")["step"]
-    while time.monotonic() - began < seconds and (last_step is None or step + count <= last_step):
+    while time.monotonic() - began < seconds:
+        count = max(fewest, min(most, step // EDGE_BLOCKS))
+        if last_step is not None and step + count > last_step:
+            break
         blocks.append((step, probe.call("train", count=count)["seconds"] / count))
+        times += [blocks[-1][1]] * count
         step += count
         done = max((time.monotonic() - began) / seconds, step / last_step if last_step else 0.0)
         if done >= (len(rows) + 1) / STRETCHES:
-            since, state = rows[-1].step if rows else 0, probe.call("state")
-            rows.append(Stretch(seconds_per_step=median(taken for at, taken in blocks if at >= since), **state))
-            step = state["step"]
+            state = probe.call("state")
+            rows.append(Stretch(seconds_per_step=median(times), **state))
+            step, times = state["step"], []
     return blocks, rows
+
+
+def _start_and_end(blocks: list[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds of a step at the start and at the end, each the median of a sixth of the blocks, EDGE_BLOCKS at most."""
+    count = max(1, min(EDGE_BLOCKS, len(blocks) // 6))
+    times = [taken for _, taken in blocks]
+    return median(times[:count]), median(times[-count:])
 
 
 def _compare_with_start(
@@ -223,6 +244,7 @@ def _compare_with_start(
     """Time of a step of the training that ran on / of a fresh one, and the same once it flushes denormal numbers.
 
     Their existence is no proof that they cost time. The mode is switched once: what has become zero stays zero.
+    The fresh run ends within the steps that are the start of the training.
 
     Raises:
         RunError: memory does not suffice for both, or one of them failed.
@@ -257,8 +279,7 @@ def _slow_from(blocks: list[tuple[int, float]]) -> int:
     """The first step after the last block that is nearer to the start's time than to the end's, single ones aside."""
     times = [taken for _, taken in blocks]
     smooth = [median(times[max(0, i - 1) : i + 2]) for i in range(len(times))]
-    sixth = max(1, len(times) // 6)
-    level = math.sqrt(median(times[:sixth]) * median(times[-sixth:]))
+    level = math.sqrt(math.prod(_start_and_end(blocks)))
     last = max((i for i, taken in enumerate(smooth) if taken < level), default=-1)
     return blocks[min(last + 1, len(blocks) - 1)][0]
 
