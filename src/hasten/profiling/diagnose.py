@@ -131,7 +131,11 @@ def diagnose(
         "input": profile.input,
         "flops": profile.flops,
         "operations": operations,
-        "drift": {"rows": [DriftRow(**asdict(row)) for row in drift.rows], "text": describe(drift) or ""},
+        "drift": {
+            "rows": [DriftRow(**asdict(row)) for row in drift.rows],
+            "slow_from": drift.slow_from,
+            "text": describe(drift) or "",
+        },
         "facts": sorted(profile.facts),
         "batch_size": profile.plan["batch_size"],
         "seconds_per_step": profile.step,
