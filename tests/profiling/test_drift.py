@@ -51,7 +51,7 @@ def test_describe_slow_training_beside_denormals_that_cost_nothing_names_no_caus
         "From about step 400 on, 16,000 of 283,000 values of the optimizer's first moment (exp_avg) are denormal; "
         "from about step 800 on, steps take 2.6 times as long as at the start."
     )
-    assert _denormals_ceiling(found, 900) == ({"denormals": pytest.approx(1.04)} if flushed else {})
+    assert _denormals_ceiling(found, 900) == {}
 
 
 def test_describe_slow_training_without_denormals_names_no_cause():
@@ -92,6 +92,7 @@ def test_count_denormals_of_many_values_is_about_right():
     assert count_denormals([many]) == (pytest.approx(1 << 20, rel=1e-4), 1 << 21)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_count_denormals_of_a_sparse_gradient_counts_the_stored_values():
     table = nn.Embedding(10, 4, sparse=True)
     (table(torch.tensor([3, 3, 5])) * smallest_denormals(1)).sum().backward()
@@ -257,7 +258,7 @@ def test_measure_drift_without_memory_for_two_runs_builds_one(measure, monkeypat
     assert len(found.rows) > 3 and "memory does not suffice" in found.not_measured and len(training.started) == 1
 
 
-@pytest.mark.parametrize(("flushed", "gain"), [(lambda at: 0.003, 2.0), (slower_from(800), 1.0), (None, None)])
+@pytest.mark.parametrize(("flushed", "gain"), [(lambda at: 0.003, 2.0), (slower_from(800), None), (None, None)])
 def test_measure_drift_of_denormals_compares_with_zeros(measure, flushed, gain):
     found = measure(PlantedTraining(slower_from(800), denormal_from=900, flushed=flushed))
     assert found.denormals_gain == (gain and pytest.approx(gain))
@@ -295,6 +296,7 @@ def test_seconds_of_steps_of_a_planted_training_are_right_within_10_percent(meas
     seconds_of, steps = slower_from(slow_from), 20_000
     predicted = measure(PlantedTraining(seconds_of, steps)).seconds_of_steps(steps)
     assert predicted == pytest.approx(sum(map(seconds_of, range(steps))), rel=0.1)
+
 
 @pytest.mark.slow
 def test_diagnose_begins_its_advice_with_the_denormals():
@@ -352,7 +354,7 @@ def test_drift_probe_that_flushes_computes_with_zeros():
 def test_measure_drift_of_a_sleep_beside_planted_denormals_names_no_cause():
     task = perceptron(model=Slept, optimizer=lambda model: Planted(model.parameters(), lr=0.1), epochs=10_000)
     found = measure_drift(TaskRef.of(task), Recipe(), seconds=8.0, **CPU)
-    assert found.ratio is not None and found.denormals_gain is not None and found.denormals_gain < 1.1
+    assert found.ratio is not None and found.flushed is not None and found.denormals_gain is None
     assert "are denormal; from about step" in (describe(found) or "")
 
 

@@ -362,7 +362,7 @@ class Measurement:
         self.by_position = [(round(each / samples_per_step), ratio) for each, ratio in ratios.items()]
 
     def _change(self) -> str:
-        """The end of the sentence ``why``: how the ratio depends on the position, if it does, or why that is unknown."""
+        """The end of the sentence ``why``: whether the ratio depends on the position, or why that is unknown."""
         if self.later_failure:
             return f"; later in the training it was not measured: {self.later_failure}"
         if not self.by_position:

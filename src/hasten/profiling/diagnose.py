@@ -187,7 +187,7 @@ def _denormals_ceiling(drift: Drift, steps: int | None) -> dict[str, float]:
     A training of which only the first steps were seen may contain them later: moving averages need hundreds of steps.
     """
     if drift.has_denormals:
-        return {"denormals": max(1.0, drift.denormals_gain)} if drift.denormals_gain else {}
+        return {"denormals": drift.denormals_gain} if drift.denormals_gain else {}
     return {"denormals": 1.0} if drift.reached(steps) else {}
 
 

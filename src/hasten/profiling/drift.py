@@ -79,8 +79,10 @@ class Drift:
 
     @property
     def denormals_gain(self) -> float | None:
-        """How many times as fast steps at the end are with zeros instead of denormal numbers; None if not measured."""
-        return self.ratio.median / self.flushed.median if self.ratio and self.flushed else None
+        """How many times as fast steps at the end are with zeros instead of denormal numbers; None if unsure."""
+        if self.ratio is None or self.flushed is None or self.flushed.high >= self.ratio.low:
+            return None
+        return self.ratio.median / self.flushed.median
 
     def reached(self, steps: int | None) -> bool:
         """Whether the rows extend to about the end of a training of ``steps`` steps; False if that is unknown."""
@@ -293,7 +295,7 @@ def _describe_time(drift: Drift) -> str | None:
     last = denormal[-1]
     kind = last.denormal_kinds()[0]
     numbers = f"{last.denormal[kind]:,} of {last.values[kind]:,} values of {STATE_NAMES.get(kind, f'the {kind}')}"
-    if (drift.denormals_gain or 0.0) >= MIN_RATIO:
+    if drift.denormals_gain:
         return f"from about step {drift.slow_from:,} on, {numbers} are denormal; {time}"
     if not slower and not drift.not_measured:
         slower = "steps take no longer than at the start"
