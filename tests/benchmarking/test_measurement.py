@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from hasten.benchmarking.measurement import ArmSamples, Measurement
+from hasten.core.errors import RunError
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 
@@ -147,6 +148,23 @@ class Steady(SlowToBuild):
     def time_blocks(self, samples: float, order: tuple[int, int]) -> list[dict[str, Any]]:
         of_block: dict[str, Any] = {"samples": samples, "evaluations": self.evaluations}
         return [{"seconds": 0.3, **of_block}, {"seconds": 0.3 / self.faster, **of_block}]
+
+
+class FailsLater(Steady):
+    """The same, of a long training that fails at any later position."""
+
+    plans = tuple(plan | {"steps": 10_000} for plan in SlowToBuild.plans)
+
+    def run_to(self, position: float) -> None:
+        if position > 0:
+            raise RunError("the loss is nan at step 24")
+
+
+def test_measurement_whose_later_look_fails_keeps_the_verdict():
+    measured = measurement(budget=3.0, max_rounds=8, later_seconds=1.0)
+    measured.run_round(FailsLater(2.0))  # type: ignore[arg-type]
+    assert measured.is_over and measured.verdict == "faster" and measured.by_position == []
+    assert measured.why().endswith("; later in the training it was not measured: the loss is nan at step 24")
 
 
 @pytest.mark.parametrize(("budget", "rounds"), [(10.0, 1), (16.0, 2)])

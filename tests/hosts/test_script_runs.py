@@ -97,6 +97,44 @@ def test_number_of_threads_that_the_script_sets_is_that_of_the_recipe(tmp_path):
             assert process.output() == f"{threads} threads\n"
 
 
+DENORMALS = """
+import torch
+
+def survivors(count):  # denormal numbers that arithmetic does not flush
+    planted = torch.ones(count, dtype=torch.int32).view(torch.float32)
+    return int(torch.count_nonzero((planted * 1.0).view(torch.int32)))
+
+def in_worker(_):
+    return survivors(1)
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    survivors(1 << 18)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    workers = torch.utils.data.DataLoader(
+        range(1), num_workers=1, multiprocessing_context="spawn", collate_fn=in_worker
+    )
+    for step in range(20):
+        loss = model(torch.ones(2, 4)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(survivors(1), survivors(1 << 18), *workers)
+"""
+
+
+@pytest.mark.parametrize(("recipe", "survivors"), [("flush_denormals", "0 0 0"), ("malloc_tuning", "1 262144 1")])
+def test_denormals_in_threads_and_a_spawned_worker_of_a_script_are_flushed_by_the_recipe_only(
+    recipe, survivors, tmp_path
+):
+    ref = written(tmp_path, DENORMALS)
+    with ScriptProcess(ref, Recipe.parse(recipe).methods, seed=0, sites=known_sites(ref)) as process:
+        process.wait_until_trained(120.0, None)
+        assert process.ask("train", 120.0, None, count=10_000)["ended"]
+        assert process.output() == f"{survivors}\n"
+
+
 def test_sites_of_a_script_are_found():
     found = watch_script(script("mnist.py", "--epochs", "2"))
     lines = (SCRIPTS / "mnist.py").read_text().splitlines()

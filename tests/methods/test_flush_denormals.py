@@ -19,7 +19,6 @@ from hasten.core.task import Task
 from hasten.data.workers.processes import ProcessRunner
 from hasten.data.workers.runners import InlineRunner, ThreadRunner
 from hasten.engine.plan import build
-from hasten.methods import flush_denormals
 from hasten.methods.flush_denormals import FlushDenormals
 from hasten.methods.loader_workers import LoaderWorkers
 from hasten.testing.effects import observe_effect
@@ -154,6 +153,13 @@ def test_worker_of_the_users_loader_flushes_with_the_method_only(start, methods)
     assert loader.worker_init_fn is None
 
 
+def test_persistent_worker_of_a_resumed_run_flushes(monkeypatch):
+    """This process does not flush, so that a forked worker inherits as little as a spawned one."""
+    monkeypatch.setattr("hasten.utils.denormals.flushes_denormals", lambda: True)
+    loader = DataLoader(Planted(), num_workers=1, persistent_workers=True)
+    assert survived_in_batches(task(loader), [], epoch=1) == [0.0, 0.0]
+
+
 @pytest.fixture
 def start_method(request):
     before = multiprocessing.get_start_method()
@@ -170,10 +176,10 @@ def test_worker_of_a_dataset_flushes_with_the_method_only(methods):
     assert survived_in_batches(task(Planted()), methods) == [0.0 if len(methods) > 1 else 1.0] * 2
 
 
-def survived_in_batches(task: Task, methods: list[Method]) -> list[float]:
+def survived_in_batches(task: Task, methods: list[Method], epoch: int = 0) -> list[float]:
     program = build(task, methods)
     with program.process_context():
-        return [float(target) for _, targets in program.train.epoch(0, 0) for target in targets]
+        return [float(target) for _, targets in program.train.epoch(epoch, 0) for target in targets]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +201,7 @@ def test_effect_names_the_threads():
 @pytest.mark.usefixtures("two_threads")
 def test_effect_without_ended_threads_is_refused(monkeypatch):
     assert survivors() == COUNT
-    monkeypatch.setattr(flush_denormals, "end_intra_op_threads", lambda: False)
+    monkeypatch.setattr("hasten.utils.denormals.end_intra_op_threads", lambda: False)
     effect = observe_effect(perceptron(), Recipe().with_method("flush_denormals"))
     assert not effect.acts and "not flushed by the intra-op threads" in effect.text
 

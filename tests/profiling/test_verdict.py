@@ -79,3 +79,9 @@ def test_arithmetic_is_compared_with_the_peak_of_the_used_and_of_the_fastest_for
 def test_system_time_beside_a_gpu_is_no_gain_of_an_allocator(device, gain):
     measured = profile(device, faults_per_step=400.0, system_share=0.15)
     assert possible_gains(measured, {})["system_time"] == pytest.approx(gain)
+
+
+@pytest.mark.parametrize(("of_steps", "seconds"), [(None, 2.0 + 0.8 + 0.5), (7.0, 2.0 + 7.0 + 0.5)])
+def test_seconds_per_run_with_seconds_of_all_steps_adds_start_and_evaluations(of_steps, seconds):
+    plan = {"steps": 100, "epochs": 1, "samples_per_epoch": 800, "batch_size": 8, "start": 2.0, "evaluate_every": None}
+    assert profile(plan=plan, evaluation=0.5).seconds_per_run(of_steps) == pytest.approx(seconds)

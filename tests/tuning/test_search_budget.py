@@ -24,7 +24,7 @@ from hasten.tuning.systems_stage import comparison_seconds, find_strong_baseline
 from hasten.tuning.training import Baseline
 from hasten.tuning.training_stage import _keep_unconfirmed
 from hasten.tuning.trial_store import TrialStore
-from hasten.tuning.tune import BUDGET_RUNS, _correct_estimate
+from hasten.tuning.tune import BUDGET_RUNS, _correct_estimate, _start_of_comparisons
 from helpers.planted_study import MARGIN, SAMPLES, TARGET, TRIAL, Planted, baseline_of, clipping, frozen, threads
 
 PLAN = {
@@ -372,3 +372,34 @@ def test_compositions_leave_out_methods_that_had_no_effect_in_an_earlier_one():
     assert [what for what in study.kinds("speed") if "fused_optimizer" in what] == [
         "fused_optimizer + num_threads:count=2 against baseline"
     ]
+
+
+@pytest.mark.parametrize(
+    ("slow_from", "steps", "step", "begins"),
+    [
+        (830, 20_000, 0.003, 830),
+        (830, 10_000, 0.003, 0),  # a twelfth of the training is not slow
+        (830, 20_000, 0.03, 0),  # each comparison would train 50 s to get there
+        (830, None, 0.003, 0),
+        (None, 20_000, 0.003, 0),
+    ],
+)
+def test_start_of_comparisons_is_where_steps_get_slower_if_that_is_early_and_near(slow_from, steps, step, begins):
+    plan = PLAN | {"steps": steps, "step": step}
+    assert _start_of_comparisons({"drift": {"rows": [], "slow_from": slow_from}}, plan, 600.0) == begins
+    assert _start_of_comparisons({}, plan, 600.0) == 0
+
+
+def test_compare_speed_begins_at_the_start_step_for_recipes_that_keep_the_training(tmp_path, monkeypatch):
+    begun = []
+
+    def run_interleaved(*_, start_step, **__):
+        begun.append(start_step)
+        return SimpleNamespace(to_json=dict)
+
+    monkeypatch.setattr("hasten.tuning.study.run_interleaved", run_interleaved)
+    study = Study(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(60.0), no_progress)
+    for study.start_step in (0, 830):  # two trials, not one
+        study.compare_speed(Recipe(), Recipe.parse("flush_denormals"))
+    study.compare_speed(Recipe(), Recipe.parse("batch_size:factor=4"))
+    assert begun == [0, 830, 0]

@@ -233,5 +233,4 @@ def _run_round(done: Measurement, builder: ArmBuilder) -> None:
         with build_pair(builder, order_of(done.rounds + 1), builder.timeout) as pair:
             done.run_round(pair)
     except ArmsDoNotFitError:
-        if not done.is_over:  # else memory ran out in the look later in the training only
-            done.run_sequentially()
+        done.run_sequentially()

@@ -31,6 +31,7 @@ from hasten.benchmarking.ratio import (
     verdict_of,
     with_evaluations,
 )
+from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback
 from hasten.core.recipe import Recipe
 from hasten.engine.memory import MemoryPeak, held_bytes
@@ -115,6 +116,7 @@ class Measurement:
     ratio: Ratio = field(init=False)
     began: float = field(init=False)  # time of the first block
     by_position: list[tuple[int, Ratio]] = field(default_factory=list)  # (step of the first arm, ratio of the steps)
+    later_failure: str = ""  # why there is no later stretch in ``by_position``
 
     def run_round(self, pair: Pair) -> None:
         """Times the blocks of a fresh pair of processes, and decides whether this was the last round."""
@@ -138,7 +140,10 @@ class Measurement:
             self._plan_rounds(setup)
         self._decide(setup)
         if self.is_over and self.later_seconds:
-            self._look_later(pair)
+            try:
+                self._look_later(pair)
+            except RunError as error:  # also at the deadline, or if memory ends: the verdict is known
+                self.later_failure = str(error)
 
     def run_sequentially(self) -> None:
         """Begins anew, with one arm at a time: blocks of arms that lack memory say nothing about their speed."""
@@ -357,7 +362,9 @@ class Measurement:
         self.by_position = [(round(each / samples_per_step), ratio) for each, ratio in ratios.items()]
 
     def _change(self) -> str:
-        """The end of the sentence ``why``: how the ratio depends on the position, if it does."""
+        """The end of the sentence ``why``: whether the ratio depends on the position, or why that is unknown."""
+        if self.later_failure:
+            return f"; later in the training it was not measured: {self.later_failure}"
         if not self.by_position:
             return ""
         (first, early), (later, late) = self.by_position

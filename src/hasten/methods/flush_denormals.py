@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
-from hasten._torch_compat import end_intra_op_threads
-from hasten.utils.denormals import flushes_denormals, nonzero_values, smallest_denormals
+from hasten.utils.denormals import flushes_denormals, nonzero_values, set_flush_denormals, smallest_denormals
 
 VALUES_PER_THREAD = 1 << 16  # torch divides an operation among threads from 2 ** 15 values on
 
@@ -53,21 +52,14 @@ class FlushDenormals(Method):
         def with_flushed_denormals() -> Generator[None]:
             with context():
                 before = flushes_denormals()
-                _set_flush_denormal(True)
+                set_flush_denormals(True)
                 try:
                     yield
                 finally:
-                    _set_flush_denormal(before)
+                    set_flush_denormals(before)
 
         run.observe_effect(self, _describe)
         return with_flushed_denormals
-
-
-def _set_flush_denormal(flush: bool) -> None:
-    """Sets the mode of this thread and of those that will compute its operations."""
-    torch.set_flush_denormal(flush)
-    if torch.get_num_threads() > 1:  # else there are none, or the threads of a process that this one was forked from
-        end_intra_op_threads()
 
 
 def _describe() -> str:

@@ -104,7 +104,7 @@ def diagnose(
     measured = {*profile.ceilings.ratios, "evaluation"}
     medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items() if name in measured}
     gains = possible_gains(profile, medians)
-    bounds = {"system_time": gains["system_time"]} | medians | _denormals_ceiling(drift)
+    bounds = {"system_time": gains["system_time"]} | medians | _denormals_ceiling(drift, profile.plan["steps"])
     problems = frozenset({"denormals"} if drift.has_denormals else ())
     refused = _refused(task, cards)
     able = {name: card for name, card in cards.items() if name not in refused}
@@ -131,11 +131,15 @@ def diagnose(
         "input": profile.input,
         "flops": profile.flops,
         "operations": operations,
-        "drift": {"rows": [DriftRow(**asdict(row)) for row in drift.rows], "text": describe(drift) or ""},
+        "drift": {
+            "rows": [DriftRow(**asdict(row)) for row in drift.rows],
+            "slow_from": drift.slow_from,
+            "text": describe(drift) or "",
+        },
         "facts": sorted(profile.facts),
         "batch_size": profile.plan["batch_size"],
         "seconds_per_step": profile.step,
-        "seconds_per_run": profile.seconds_per_run(),
+        "seconds_per_run": profile.seconds_per_run(drift.seconds_of_steps(profile.plan["steps"])),
         "samples_per_second": 1.0 / profile.sample,
         "start_seconds": profile.plan["start"],
         "peak_memory_bytes": peaks,
@@ -171,16 +175,20 @@ def _measure_drift(
     if least > max(seconds, CHEAP_S):
         return Drift(), {"drift": f"it would take {least:.0f} s to train on"}
     try:
-        return measure_drift(task, recipe, seconds=seconds, **where), {}
+        drift = measure_drift(task, recipe, seconds=seconds, **where)
     except RunError as error:
-        return Drift(), {"drift": str(error)}
+        drift = Drift(not_measured=str(error))
+    return drift, {"drift": drift.not_measured} if drift.not_measured else {}
 
 
-def _denormals_ceiling(drift: Drift) -> dict[str, float]:
-    """The ceiling of a training without denormal numbers; none where they were there from the start."""
-    if not drift.rows or (drift.has_denormals and drift.ratio is None):
-        return {}
-    return {"denormals": drift.ratio.median if drift.has_denormals and drift.ratio else 1.0}
+def _denormals_ceiling(drift: Drift, steps: int | None) -> dict[str, float]:
+    """The ceiling of a training without denormal numbers; none where it is unknown what they cost.
+
+    A training of which only the first steps were seen may contain them later: moving averages need hundreds of steps.
+    """
+    if drift.has_denormals:
+        return {"denormals": drift.denormals_gain} if drift.denormals_gain else {}
+    return {"denormals": 1.0} if drift.reached(steps) else {}
 
 
 def _ceilings(profile: StepProfile) -> dict[str, Interval]:

@@ -64,13 +64,17 @@ class StepProfile:
         """
         return self.system_share if self.faults_per_step >= MANY_FAULTS and "cpu" in self.facts else 0.0
 
-    def seconds_per_run(self) -> float | None:
-        """Estimated seconds of a whole run, its start and evaluations included; None if its length is unknown."""
+    def seconds_per_run(self, of_steps: float | None = None) -> float | None:
+        """Estimated seconds of a whole run, its start and evaluations included; None if its length is unknown.
+
+        ``of_steps``: seconds of all its steps; None: each takes as long as the first ones.
+        """
         plan = self.plan
         if plan["steps"] is None:
             return None
         samples = plan["epochs"] * (plan["samples_per_epoch"] or plan["steps"] * plan["batch_size"] / plan["epochs"])
-        return plan["start"] + samples * (self.sample + evaluation_seconds_per_sample(plan, self.evaluation))
+        steps = samples * self.sample if of_steps is None else of_steps
+        return plan["start"] + steps + samples * evaluation_seconds_per_sample(plan, self.evaluation)
 
 
 def profile_steps(

@@ -193,9 +193,13 @@ class DriftRow(TypedDict, total=False):
 
 
 class DriftResult(TypedDict, total=False):
-    """How the training changes in the course of the run; ``text`` is empty if nothing of note does."""
+    """How the training changes in the course of the run; ``text`` is empty if nothing of note does.
+
+    ``slow_from``: the step from which steps take longer than at the start; None if they do not.
+    """
 
     rows: Sequence[DriftRow]
+    slow_from: Amount
     text: Text
 
 

@@ -51,6 +51,7 @@ class Study:
     target: float | None = None  # of the metric; None until the baseline has been run
     horizon: float = 1.0  # fraction of the training that a run trains; 1: the whole
     step_seconds: float = 0.0  # of a step of the task as it is; 0: unknown
+    start_step: int = 0  # at which comparisons of recipes that keep the numbers begin: where the training gets slower
     source_hashes: dict[str, str] = field(default_factory=dict)  # of the file of each method from a file
     charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
     complete: dict[tuple[str, int, float], dict] = field(default_factory=dict)  # runs by (recipe, seed, horizon)
@@ -116,6 +117,8 @@ class Study:
         """
         processes = (self.processes, 1 if single_process else self.processes)
         longest = max(seconds, LONG_BLOCKS_SHARE * self.budget.total)
+        keeps_steps = self.start_step and not _changes_training(a, b)  # else b may be at another step there
+        start_step = self.start_step if keeps_steps else 0
 
         def measure(on_progress: ProgressCallback) -> Any:
             where = {"device": self.device, "processes": processes, "seed": self.seed, "timeout": self.timeout}
@@ -124,12 +127,14 @@ class Study:
                 "looks": looks,
                 "rounds": rounds,
                 "longest": longest,
+                "start_step": start_step,
                 "deadline": self.budget.deadline(),
             }
             return run_interleaved(self.task, a, b, on_progress=on_progress, **limits, **where).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
         what |= {"rounds": list(rounds)} if rounds != ONE_ROUND else {}
+        what |= {"start_step": start_step} if start_step else {}
         return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
 
     def measure_once(self, kind: str, title: str, measure: Callable[[ProgressCallback], Any]) -> dict:
@@ -263,3 +268,8 @@ def is_in(name: str, what: str) -> bool:
 def exactness_of(name: str) -> Exactness:
     """The exactness class on the card of the method called ``name``."""
     return make_method(name).card.exactness
+
+
+def _changes_training(*recipes: Recipe) -> bool:
+    names = {name for recipe in recipes for name in recipe.methods}
+    return any(exactness_of(name) is Exactness.CHANGES_TRAINING for name in names)

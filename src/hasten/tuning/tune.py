@@ -48,6 +48,8 @@ BUDGET_RUNS, MIN_BUDGET_S, MAX_BUDGET_S = 12, 60.0, 2400.0  # runs of the task t
 DIAGNOSIS_SHARE, MAX_DIAGNOSIS_S = 1 / 10, 40.0
 CHANGED_ESTIMATE = 1.2  # ratio of two estimates of a run, from which on the later one counts
 DIAGNOSIS_STEPS, MIN_DIAGNOSIS_S = 10, 6.0  # steps of a diagnosis at least, and seconds that they may always take
+EARLY_SHARE = 1 / 20  # of a training: what begins so early is nearly all of it, and comparisons begin there, too, ...
+REACH_SHARE = 1 / 100  # ... if training both recipes to it takes at most this part of the budget
 # the timeout is the largest of: seconds, share of the budget, runs of the task
 MIN_TIMEOUT_S, TIMEOUT_FRACTION, TIMEOUT_RUNS = 30.0, 1 / 8, 2.0
 
@@ -302,6 +304,14 @@ def _expect_run(
     warnings.warn(message, ProgressWarning, stacklevel=4)
 
 
+def _start_of_comparisons(diagnosis: dict[str, Any], plan: dict[str, Any], budget: float) -> int:
+    """The step from which a training is slower, if nearly all of it lies beyond and it is reached soon; else 0."""
+    slow_from = diagnosis.get("drift", {}).get("slow_from") or 0
+    is_early = slow_from <= EARLY_SHARE * (plan.get("steps") or 0)
+    is_near = 2 * slow_from * plan["step"] <= REACH_SHARE * budget
+    return slow_from if is_early and is_near else 0
+
+
 def _diagnose(
     study: Study, state: SearchState, selection: MethodSelection, plan: dict[str, Any], varied: dict[str, float]
 ) -> None:
@@ -330,6 +340,7 @@ def _diagnose(
         cards = {name: method_class(name).card for name in method_names()}
         advice, not_advised = advise_without_profile(frozenset(plan["facts"]), cards)
         state.diagnosis = {"advice": advice, "not_advised": not_advised, "facts": plan["facts"]}
+    study.start_step = _start_of_comparisons(state.diagnosis, plan, budget.total)
     state.candidates = candidates_for(state.diagnosis, selection, study.refusal, varied)
     for name, why in state.candidates.not_tried:
         study.note(name, "diagnosis", "not tried", why)

@@ -1,8 +1,13 @@
 """Denormal numbers: float32 values below 1.2e-38, with which x86 cores compute up to a hundred times slower."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
+
+from hasten._torch_compat import end_intra_op_threads
 
 MAX_COUNTED = 1 << 19  # values; counting them takes some milliseconds
 
@@ -28,16 +33,57 @@ def flushes_denormals() -> bool:
     return not nonzero_values(smallest_denormals(1) * 1.0)
 
 
+def set_flush_denormals(flush: bool) -> bool:
+    """Sets the mode of this thread and of those that will compute its operations; False if this processor cannot."""
+    is_set = torch.set_flush_denormal(flush)
+    if torch.get_num_threads() > 1:  # else there are none, or the threads of a process that this one was forked from
+        end_intra_op_threads()
+    return is_set
+
+
+@contextmanager
+def flushing_workers(loader: Any) -> Generator[None]:
+    """Context manager: workers that a DataLoader starts inside flush if this thread does, also if they are spawned."""
+    if not flushes_denormals():
+        yield
+        return
+    init = loader.worker_init_fn
+    loader.worker_init_fn = partial(_flush_in_worker, init)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = init
+
+
+def _flush_in_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """``worker_init_fn`` of a DataLoader: flushes denormal numbers, then calls the user's ``init``."""
+    torch.set_flush_denormal(True)
+    if init is not None:
+        init(worker)
+
+
 def count_denormals(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     """(denormal values, all values) of floating-point tensors. Of many values, some thousand at equal distances count.
 
-    float16 is left out: its denormal numbers are normal in float32, with which the CPU computes.
+    float16 is left out: its denormal numbers are normal in float32, with which the CPU computes. So are tensors on a
+    GPU, which computes with denormal numbers at full speed. Of a sparse tensor the stored values count; other layouts
+    that are not strided are left out.
     """
-    kinds = [tensor.detach() for tensor in tensors if type(tensor.data) is torch.Tensor and tensor.dtype in _FORMATS]
-    values, found = sum(tensor.numel() for tensor in kinds), 0.0
-    stride = -(-values // MAX_COUNTED)
+    kinds = [_stored_values(tensor.detach()) for tensor in tensors if _is_countable(tensor)]
+    values, found, position = sum(tensor.numel() for tensor in kinds), 0, 0
+    stride = -(-values // MAX_COUNTED) | 1  # odd: rows of a power of two would show the same columns only
     for tensor in kinds:
         bits, magnitude, smallest_normal = _FORMATS[tensor.dtype]
-        counted = tensor.flatten()[::stride].view(bits) & magnitude
+        counted = tensor.flatten()[-position % stride :: stride].view(bits) & magnitude  # across all tensors
         found += stride * int(torch.count_nonzero((counted > 0) & (counted < smallest_normal)))
-    return min(values, round(found)), values
+        position += tensor.numel()
+    return min(values, found), values
+
+
+def _is_countable(tensor: torch.Tensor) -> bool:
+    has_values = tensor.device.type == "cpu" and (tensor.is_sparse or tensor.layout is torch.strided)
+    return type(tensor.data) is torch.Tensor and tensor.dtype in _FORMATS and has_values
+
+
+def _stored_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
