@@ -1,6 +1,7 @@
 """A cache of decoded samples in memory, for samples that are slow to decode and cannot be stacked."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hasten import BatchSource, Card, Exactness, Method, NoEffectError, RunContext, WrapOrder, option
-from hasten.loading.probe import is_deterministic
+from hasten.core.types import Batch
+from hasten.loading.probe import is_deterministic, reread_samples, warn_of_changed_dataset
 from hasten.utils.batch import map_tensors
-from hasten.utils.tree import tree_leaves
+from hasten.utils.rng import preserve_rng_state
+from hasten.utils.tree import bitwise_equal, tree_leaves
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,20 @@ class CacheDataset(Method):
             if batches.training:
                 run.report_no_effect(self, obstacle)
             return batches
-        dataset = CachedDataset(batches.spec.dataset, int(self.gigabytes * 1e9))
+        spec, budget = batches.spec, int(self.gigabytes * 1e9)
+        dataset = CachedDataset(spec.dataset, budget)
         cached = batches.with_spec(dataset=dataset, num_workers=0)  # the cache of a worker process would end with it
+
+        def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
+            if dataset.differs_from(reread_samples(batches, run, [*dataset.cache])):
+                warn_of_changed_dataset(self.name)
+                with preserve_rng_state(*batches.generators):
+                    dataset.clear(budget if is_deterministic(spec) else 0)  # random samples cannot be cached any more
+            return cached.epoch(epoch, start)
+
         if batches.training:
             run.observe_effect(self, dataset.describe)
-        return replace(cached, spec=None)
+        return replace(cached, epoch=epoch, spec=None)
 
     def _obstacle(self, batches: BatchSource) -> str:
         """Why these samples cannot be cached, such as random ones; empty if they can."""
@@ -69,6 +81,15 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
         if not self.cache:
             raise NoEffectError("no sample was cached")
         return f"{len(self.cache)} of {len(self)} samples were in memory after the observed step"
+
+    def clear(self, budget: int) -> None:
+        """Forgets all samples; ``budget`` bytes may be cached from now on."""
+        self.cache.clear()
+        self.budget = budget
+
+    def differs_from(self, samples: dict[int, Any]) -> bool:
+        """Whether a sample, by its index, is another one than the cached."""
+        return any(not bitwise_equal(self.cache[index], sample) for index, sample in samples.items())
 
     def __len__(self) -> int:
         return len(self.dataset)

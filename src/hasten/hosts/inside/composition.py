@@ -53,6 +53,7 @@ class Composition:
             available_cpus=available_cpus,
             free_memory=free_memory,
             eval_records_gradients=lambda: evaluation_records_gradients,
+            in_script=True,
         )
         self.run = RunContext(torch.device(device), SimpleNamespace(name=owner), seed=seed, services=services)
         self.run.plan = TrainPlan(batch_size=1, epochs=math.inf)

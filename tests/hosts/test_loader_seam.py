@@ -1,0 +1,128 @@
+"""The DataLoaders of a script under methods: the batches that it would read without, whatever it does with them."""
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hasten.core.errors import HastenWarning
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
+from hasten.hosts.inside.composition import Composition
+from hasten.hosts.inside.loaders import LoaderSeam
+from hasten.hosts.inside.sites import Sites
+from hasten.utils.batch import map_tensors
+from hasten.utils.phase_timer import PhaseTimer
+from hasten.utils.tree import bitwise_equal
+
+CACHES = ["in_memory_batches", "cache_dataset"]
+WORKERS = [
+    pytest.param(
+        recipe, marks=[pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore:autotune_loader converged")]
+    )
+    for recipe in ("loader_workers:num_workers=1", "autotune_loader:processes=1")
+]
+
+
+class Shifted(Dataset):
+    """Samples that the script may change between two epochs."""
+
+    def __init__(self, samples=40):
+        self.samples, self.shift, self.noise = samples, 0.0, False
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        noise = torch.rand(3) if self.noise else torch.zeros(3)
+        return noise + index + self.shift, index % 4
+
+
+def sampled_anew(dataset):
+    dataset.shift += 1.0
+
+
+def made_random(dataset):
+    dataset.noise = True
+
+
+def made_longer(dataset):
+    dataset.samples += 10
+
+
+@pytest.fixture
+def under(monkeypatch, tmp_path):
+    """Function ``(recipe) -> seam`` that puts the DataLoaders of this process under methods, as those of a script."""
+    for owner, name in ((DataLoader, "__init__"), (DataLoader, "_get_iterator"), (_BaseDataLoaderIter, "__next__")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # the seam replaces them; the test puts them back
+
+    def make(recipe: str) -> LoaderSeam:
+        composition = Composition(make_methods(Recipe.coerce(recipe)), "cpu", 0, True, "train.py")
+        return LoaderSeam(Sites(str(tmp_path)), PhaseTimer(torch.device("cpu")), composition.source_of)
+
+    return make
+
+
+def copied(batch):
+    return map_tensors(torch.clone, batch)
+
+
+def epochs(dataset, change=lambda dataset: None, number=4, **options) -> list[list]:
+    """The batches of several epochs; ``change`` is called after each."""
+    torch.manual_seed(0)
+    loader, read = DataLoader(dataset, batch_size=8, shuffle=True, **options), []
+    for _ in range(number):
+        read.append([copied(batch) for batch in loader])
+        change(dataset)
+    return read
+
+
+@pytest.mark.parametrize("change", [sampled_anew, made_random, made_longer])
+@pytest.mark.parametrize("recipe", CACHES)
+def test_dataset_that_the_script_changes_is_stored_anew(under, recipe, change):
+    plain = epochs(Shifted(), change)
+    under(recipe)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default", HastenWarning)
+        assert bitwise_equal(plain, epochs(Shifted(), change))
+    messages = [str(one.message) for one in warned if "the script has changed its dataset" in str(one.message)]
+    assert len(messages) == (recipe != "cache_dataset" or change is not made_longer)  # a longer one keeps its samples
+
+
+@pytest.mark.parametrize("recipe", WORKERS)
+def test_workers_see_what_the_script_changes_in_its_dataset(under, recipe):
+    plain = epochs(Shifted(), sampled_anew)
+    under(recipe)
+    assert bitwise_equal(plain, epochs(Shifted(), sampled_anew))
+
+
+def test_other_tensors_of_a_tensor_dataset_are_read_from_the_next_epoch_on(under):
+    def replaced(dataset):
+        dataset.tensors = (dataset.tensors[0].clone(), dataset.tensors[1])
+        dataset.tensors[0][7] += 1  # which no probe reads
+
+    data = torch.arange(400.0).view(200, 2)
+    plain = epochs(TensorDataset(data, torch.arange(200)), replaced)
+    under("in_memory_batches")
+    assert bitwise_equal(plain, epochs(TensorDataset(data, torch.arange(200)), replaced))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("recipe", CACHES)
+def test_persistent_workers_of_the_script_keep_the_dataset_of_the_first_epoch(under, recipe):
+    options = {"num_workers": 1, "persistent_workers": True}
+    plain = epochs(Shifted(), sampled_anew, **options)
+    under(recipe)
+    assert bitwise_equal(plain, epochs(Shifted(), sampled_anew, **options))
+
+
+@pytest.mark.parametrize("recipe", CACHES)
+def test_unchanged_dataset_is_compared_once_an_epoch(under, recipe, monkeypatch):
+    read, original = [], Shifted.__getitem__
+    monkeypatch.setattr(Shifted, "__getitem__", lambda self, index: read.append(index) or original(self, index))
+    under(recipe)
+    epochs(Shifted(100))
+    probe = 25  # every fourth
+    assert len(read) - 100 - 3 * probe in range(3 * probe, 4 * probe + 1)
