@@ -126,3 +126,23 @@ def test_unchanged_dataset_is_compared_once_an_epoch(under, recipe, monkeypatch)
     epochs(Shifted(100))
     probe = 25  # every fourth
     assert len(read) - 100 - 3 * probe in range(3 * probe, 4 * probe + 1)
+
+
+def two_at_a_time() -> list:
+    """What a script reads that looks at a batch within an epoch, and then reads a loader beside itself."""
+    torch.manual_seed(0)
+    loader, read = DataLoader(Shifted(96), batch_size=8, shuffle=True), []
+    for index, batch in enumerate(loader):
+        read.append(copied(batch))
+        if index % 2:
+            read.append(copied(next(iter(loader))))
+        assert len(read) < 20, "the epoch does not end"
+    in_order = DataLoader(Shifted(), batch_size=8)
+    return read + [copied(pair) for pair in zip(in_order, in_order, strict=True)]
+
+
+@pytest.mark.parametrize("recipe", [*CACHES, *WORKERS])
+def test_two_epochs_of_a_loader_at_a_time_are_independent(under, recipe):
+    plain = two_at_a_time()
+    under(recipe)
+    assert bitwise_equal(plain, two_at_a_time())

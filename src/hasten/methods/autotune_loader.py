@@ -158,18 +158,22 @@ def _autotuned(batches: BatchSource, autotuner: LoaderAutotuner, run: RunContext
     """
     spec = batches.spec
     assert spec is not None, "the caller has excluded pipelines"
-    drawn: list[list[int]] = []  # the order of the current epoch
+    drawn: list[list[list[int]]] = []  # the order of the epoch that is opened now
 
     def drawn_order(epoch: int) -> list[list[int]]:
-        return drawn
+        return drawn[0]
 
     with_workers = _worker_switch(batches if spec.loader is None else batches.with_spec(batch_sampler=drawn_order), run)
     space = SearchSpace(("processes",), autotuner.cores, lambda: min(autotuner.memory_budget(), _free_shared_memory()))
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Any]:
-        if spec.loader is not None:
-            drawn[:] = spec.batch_sampler(epoch)
-        return autotuner.iterate(lambda workers, done: with_workers(workers).epoch(epoch, start + done), space)
+        order = [] if spec.loader is None else [*spec.batch_sampler(epoch)]
+
+        def open_iterator(workers: WorkerConfig, done: int) -> Iterator[Any]:
+            drawn[:] = [order]  # a script may read two epochs at a time
+            return with_workers(workers).epoch(epoch, start + done)
+
+        return autotuner.iterate(open_iterator, space)
 
     return replace(batches, epoch=epoch, spec=None, with_workers=None)
 
