@@ -69,10 +69,10 @@ def copied(batch):
     return map_tensors(torch.clone, batch)
 
 
-def epochs(dataset, change=lambda dataset: None, number=4, **options) -> list[list]:
+def epochs(dataset, change=lambda dataset: None, number=4, batch_size=8, **options) -> list[list]:
     """The batches of several epochs; ``change`` is called after each."""
     torch.manual_seed(0)
-    loader, read = DataLoader(dataset, batch_size=8, shuffle=True, **options), []
+    loader, read = DataLoader(dataset, batch_size=batch_size, shuffle=True, **options), []
     for _ in range(number):
         read.append([copied(batch) for batch in loader])
         change(dataset)
@@ -146,3 +146,39 @@ def test_two_epochs_of_a_loader_at_a_time_are_independent(under, recipe):
     plain = two_at_a_time()
     under(recipe)
     assert bitwise_equal(plain, two_at_a_time())
+
+
+class Ragged(Shifted):
+    """One sample, which no probe reads, has another shape."""
+
+    def __getitem__(self, index):
+        return torch.full((2 if index == 7 else 3,), index), index
+
+
+@pytest.mark.multiprocess
+def test_persistent_workers_of_the_script_are_read_through(under):
+    options = {"num_workers": 1, "persistent_workers": True, "batch_size": 1}
+    plain = epochs(Ragged(), **options)
+    under("in_memory_batches")
+    assert bitwise_equal(plain, epochs(Ragged(), **options))
+
+
+@pytest.mark.multiprocess
+def test_epoch_of_persistent_workers_that_is_left_in_the_middle_is_begun_anew(under):
+    def left() -> list:
+        loader, read = DataLoader(Shifted(), batch_size=8, num_workers=1, persistent_workers=True), []
+        for number in (2, 3, 5):
+            read.append([copied(batch) for batch, _ in zip(loader, range(number), strict=False)])
+        return read
+
+    plain = left()
+    under("loader_workers:num_workers=2")
+    assert bitwise_equal(plain, left())
+
+
+@pytest.mark.parametrize("recipe", ["prefetch_to_device", "in_memory_batches:place=device"])
+def test_evaluation_gets_its_batches_on_the_host(recipe):
+    composition = Composition(make_methods(Recipe.coerce(recipe)), "cuda", 0, True, "train.py")
+    data = TensorDataset(torch.zeros(8, 2), torch.arange(8))
+    assert composition.source_of(DataLoader(data, batch_size=4), False) is None
+    assert composition.run.no_effect == []

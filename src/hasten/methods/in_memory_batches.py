@@ -77,6 +77,8 @@ class InMemoryBatches(Method):
     place: str = option("host", one_of=("host", "device"))  # memory that holds the samples
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        if self.place == "device" and run.services.in_script and not batches.training:
+            return batches  # an evaluation may read them on the host, as in y.numpy()
         if self.place == "device" and batches.on_device is not None:
             return self._on_device(batches, *batches.on_device, run)
         spec, obstacle = batches.spec, self._obstacle(batches.spec, run)
