@@ -1,6 +1,10 @@
 """The DataLoaders of a script under methods: the batches that it would read without, whatever it does with them."""
 
+import copy
+import gc
+import pickle
 import warnings
+from weakref import ref
 
 import pytest
 import torch
@@ -182,3 +186,34 @@ def test_evaluation_gets_its_batches_on_the_host(recipe):
     data = TensorDataset(torch.zeros(8, 2), torch.arange(8))
     assert composition.source_of(DataLoader(data, batch_size=4), False) is None
     assert composition.run.no_effect == []
+
+
+class Collating(DataLoader):
+    """A loader whose collate function is a method of its own, so that only the garbage collector frees it."""
+
+    def __init__(self, dataset, batch_size):
+        super().__init__(dataset, batch_size=batch_size, collate_fn=self.collated)
+
+    def collated(self, samples):
+        return torch.stack([x for x, _ in samples])
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Collating])
+@pytest.mark.parametrize("recipe", [*CACHES, WORKERS[0]])
+def test_loaders_of_earlier_epochs_are_freed(under, recipe, kind):
+    seam, loaders = under(recipe), []
+    for _ in range(20):
+        loader = kind(Shifted(), batch_size=8)
+        assert len(list(loader)) == 5
+        loaders.append(ref(loader))
+    if kind is Collating:
+        gc.collect()
+    assert [one() for one in loaders if one() is not None] == [loader] and seam.has_loader
+
+
+def test_copied_and_pickled_loader_is_read_as_without_methods(under):
+    under("in_memory_batches")
+    loader = DataLoader(Shifted(), batch_size=8)
+    read = [copied(batch) for batch in loader]
+    for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert bitwise_equal(read, list(other))

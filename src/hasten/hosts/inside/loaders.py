@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
@@ -20,6 +20,7 @@ from hasten.utils.batch import batch_size
 from hasten.utils.phase_timer import PhaseTimer
 
 TRAINING, EVALUATION = "training", "evaluation"  # roles of a loader
+SOURCE = "_hasten_source"  # attribute of a loader that holds its SourceHolder
 
 
 class LoaderSeam:
@@ -42,7 +43,7 @@ class LoaderSeam:
     ):
         self.sites, self.phases, self.source_of, self.roles = sites, phases, source_of, roles or {}
         self.by_site: WeakValueDictionary[str, Any] = WeakValueDictionary()  # the loaders that were read
-        self.sources: WeakKeyDictionary[Any, BatchSource | None] = WeakKeyDictionary()
+        self.has_loader = False  # whether one was offered to methods
         self.reading: set[int] = set()  # ids of the loaders whose own iterators methods use now
         self.last: dict[str, Any] | None = None  # record of the loader that gave the last batch
         DataLoader.__init__ = self._noting(DataLoader.__init__)
@@ -106,10 +107,14 @@ class LoaderSeam:
 
     def _source(self, loader: Any, record: dict[str, Any]) -> BatchSource | None:
         """The batches of a loader under the methods; None if they change nothing, or one of them reads it now."""
-        if self.source_of is not None and loader not in self.sources:
+        if self.source_of is None:
+            return None
+        self.has_loader = True
+        holder = loader.__dict__.get(SOURCE)
+        if holder is None:
             training = self.roles.get(record["site"], TRAINING) == TRAINING
-            self.sources[loader] = self.source_of(loader, training)
-        return None if id(loader) in self.reading else self.sources.get(loader)
+            holder = loader.__dict__[SOURCE] = SourceHolder(self.source_of(loader, training))
+        return None if id(loader) in self.reading else holder.batches
 
     def _timed(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         phases = self.phases
@@ -126,6 +131,19 @@ class LoaderSeam:
                 phases.record("input", began)
 
         return next_batch
+
+
+class SourceHolder:
+    """The batches of a loader under the methods; None if these change nothing. A pickle or deep copy has None here.
+
+    The loader itself holds it, so that both end together: the batches may refer to the loader.
+    """
+
+    def __init__(self, batches: BatchSource | None):
+        self.batches = batches
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def batch_size_of(loader: Any) -> int | None:
