@@ -254,6 +254,15 @@ def test_workers_started():
     assert compat.workers_started(loader)
 
 
+def test_iterator_that_a_loader_keeps_is_swapped():
+    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
+    first = iter(loader)
+    assert compat.swap_persistent_iterator(loader, None) is first
+    second = iter(loader)
+    assert second is not first and compat.swap_persistent_iterator(loader, first) is second
+    assert iter(loader) is first and len(list(first)) == 2
+
+
 def test_error_of_a_worker_is_recognized_and_quoted():
     error = error_of(DataLoader(Faulty(), batch_size=2, num_workers=1))
     assert compat.contains_worker_traceback(error)

@@ -182,6 +182,12 @@ def workers_started(loader: torch.utils.data.DataLoader[Any]) -> bool:
     return loader._iterator is not None
 
 
+def swap_persistent_iterator(loader: torch.utils.data.DataLoader[Any], iterator: Any) -> Any:
+    """Makes a DataLoader with ``persistent_workers`` keep an iterator, or None; returns the one that it has kept."""
+    previous, loader._iterator = loader._iterator, iterator
+    return previous
+
+
 def contains_worker_traceback(error: BaseException) -> bool:
     """Whether a DataLoader worker raised the error: then the message holds its traceback (torch 2.11 to 2.15)."""
     return "Original Traceback (most recent call last)" in str(error)

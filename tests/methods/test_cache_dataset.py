@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hasten.core.recipe import Recipe
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from hasten.utils.tree import bitwise_equal
 
 RECIPE = Recipe().with_method("cache_dataset")
 
@@ -50,6 +51,25 @@ def test_weights_are_identical_and_each_sample_is_read_once(perceptron, trained)
     assert cached.run.no_effect == []
     assert plain.same_bits(cached)
     assert data.readings == 60 + 3 * 30  # once each, after three probes of every other one
+
+
+class Boxes(Ragged):
+    """Samples that a collate function hands out one by one, as for the detection of objects."""
+
+    def __getitem__(self, index):
+        return {"boxes": torch.full((1 + index % 3, 4), 1.0), "size": numpy.array([index, index]), "tags": {index}}
+
+
+def test_samples_that_the_training_edits_in_place_stay_as_they_were_read(perceptron):
+    loader = DataLoader(Boxes(12), batch_size=4, collate_fn=list)
+    source = build(perceptron(train_data=loader, batch_size=None, validation_data=None), make_methods(RECIPE)).train
+    for epoch in range(3):
+        samples = [sample for batch in source.epoch(epoch, 0) for sample in batch]
+        assert bitwise_equal(samples, [Boxes(12)[index] for index in range(12)])
+        for sample in samples:
+            sample["boxes"].mul_(2.0)
+            sample["size"] += 1
+            sample["tags"].add("seen")
 
 
 def test_plain_dataset_is_cached(perceptron, trained):

@@ -12,6 +12,7 @@ from hasten.engine.data_adapters import from_spec
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
 from hasten.profiling.facts import facts_of
+from hasten.utils.tree import bitwise_equal
 
 
 class Noisy(Dataset):
@@ -38,6 +39,18 @@ def test_random_dataset_is_the_same_for_any_number_of_workers(perceptron, traine
 def test_persistent_workers_give_the_same_batches(perceptron, trained):
     task = perceptron(train_data=Noisy(), epochs=3)
     assert trained(task).same_bits(trained(task, "loader_workers:num_workers=1,prefetch_factor=1"))
+
+
+@pytest.mark.multiprocess
+def test_second_epoch_at_a_time_leaves_the_first_to_the_persistent_workers(perceptron):
+    task = perceptron(train_data=Noisy(), batch_size=16)
+    source = build(task, make_methods(Recipe.coerce("loader_workers:num_workers=1"))).train
+    expected = [list(source.epoch(epoch, 0)) for epoch in range(2)]
+    first = source.epoch(0, 0)
+    read = [next(first)]
+    assert bitwise_equal(list(source.epoch(1, 0)), expected[1])
+    assert bitwise_equal([*read, *first], expected[0])
+    assert bitwise_equal(list(source.epoch(1, 0)), expected[1])  # by the persistent workers again
 
 
 def test_ready_loader_keeps_its_order_and_the_random_numbers_of_the_model(transformer, trained):

@@ -4,8 +4,7 @@
 training loop draws from. A method that changes how samples are read calls ``batches.with_spec(...)``; one that only
 changes finished batches wraps ``batches.epoch``. ``WorkerConfig`` changes when batches are ready, never the batches.
 
-The position is the state: the batches of an epoch are a function of (seed, epoch), so a run resumes at any batch
-without replaying the batches before it.
+The batches of an epoch are a function of (seed, epoch): a run resumes at any batch without replaying earlier ones.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ class EngineServices:
         eval_records_gradients: ``() -> bool``: whether evaluations record gradients; those of the engine never do.
         trainer: ``() -> object``: the ``Trainer`` of the framework that runs the loop; None where there is none.
         peek_batch: ``() -> batch``: the first batch, on the device, without consuming it; None once the run is built.
+        in_script: Whether a script runs the loop: it may change datasets between epochs, and read batches on the host.
     """
 
     higher_is_better: Callable[[], bool] = lambda: True
@@ -94,6 +95,7 @@ class EngineServices:
     eval_records_gradients: Callable[[], bool] = lambda: False
     trainer: Callable[[], Any] = lambda: None
     peek_batch: Callable[[], Batch] = None  # pyright: ignore[reportAssignmentType]  # the engine sets it
+    in_script: bool = False
 
 
 @dataclass
@@ -107,8 +109,7 @@ class ParallelContext:
         pp_size: Pipeline stages of each replica. The ranks of a stage are consecutive.
         device_mesh: The ``DeviceMesh``, once a method called ``get_device_mesh``.
         eval_needs_all_ranks: Whether the model computes only if all ranks call it; then all of them evaluate.
-        num_parameter_owners: Number of ranks per model replica that hold disjoint sets of parameters. Parameters owned
-            by other ranks are on the meta device.
+        num_parameter_owners: Ranks per replica that hold disjoint sets of parameters; those of others are on meta.
         replicated_params: Parameters of this rank that all owners hold.
         sync_period: Steps after which the cost of a step repeats; above 1 if ranks communicate only every few steps.
         warmup_steps: Steps at the start with another cost.

@@ -7,8 +7,10 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import count, islice
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -29,9 +31,10 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
     """Batches of samples that are read by index through a torch DataLoader."""
     dataset = _SeededDataset(spec.dataset, spec.seed, seeded=spec.loader is None)
     persistent: list[tuple[DataLoader[Any], _EpochSampler]] = []  # a loader with persistent workers is built once
+    last: list[ReferenceType[Iterator[Batch]]] = []  # its last iterator; the next one resets the workers
 
     def loader(order: Iterable[Any], epoch: int) -> DataLoader[Any]:
-        if persistent:
+        if persistent and not any(map(_is_open, last)):
             built, sampler = persistent[0]
             sampler.order = order
             return built
@@ -43,8 +46,8 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
             num_workers=spec.num_workers,
             prefetch_factor=spec.prefetch_factor if spec.num_workers else None,
             pin_memory=spec.pin_memory,
-            persistent_workers=spec.persistent_workers and spec.num_workers > 0,
-            worker_init_fn=partial(_init_worker, spec.loader and spec.loader.worker_init_fn, flushes_denormals()),
+            persistent_workers=spec.persistent_workers and spec.num_workers > 0 and not persistent,
+            worker_init_fn=partial(_init_worker, getattr(spec.loader, "worker_init_fn", None), flushes_denormals()),
             generator=torch.Generator().manual_seed(derive_seed(spec.seed, epoch)),  # not the run's own
         )
         if built.persistent_workers:
@@ -54,7 +57,11 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
         set_epoch(spec.loader, epoch)
         keyed = ((epoch, batch, indices) for batch, indices in enumerate(spec.batch_sampler(epoch)))
-        return _with_clear_errors(iter(loader(islice(keyed, start, None), epoch)))
+        built = loader(islice(keyed, start, None), epoch)
+        batches = _with_clear_errors(iter(built))
+        if built.persistent_workers:
+            last[:] = [ref(batches)]
+        return batches
 
     return BatchSource(
         epoch=epoch,
@@ -64,6 +71,12 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
         seekable=spec.loader is None,
         generators=_generators_of(spec.loader),
     )
+
+
+def _is_open(generator: ReferenceType[Iterator[Batch]]) -> bool:
+    """Whether a generator still exists and is neither exhausted nor closed."""
+    alive: Any = generator()
+    return alive is not None and getgeneratorstate(alive) != GEN_CLOSED
 
 
 def _init_worker(init: Callable[[int], None] | None, flush: bool, worker: int) -> None:

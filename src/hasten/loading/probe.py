@@ -1,19 +1,31 @@
-"""Reads a few samples before training, to see what they are and whether they are random."""
+"""Reads a few samples: whether they are random, and whether a script has changed its dataset since it was read."""
 
 import dataclasses
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
-from hasten.core.data import LoaderSpec
+from hasten.core.data import BatchSource, LoaderSpec
+from hasten.core.errors import HastenWarning
+from hasten.core.run_context import RunContext
+from hasten.utils.rng import preserve_rng_state
 from hasten.utils.tree import bitwise_equal
 
 MAX_SAMPLES = 32
 
 
-def probe_samples(spec: LoaderSpec, seed: int = 0) -> list[Any]:
-    """Up to 32 samples, spread evenly over the dataset, read with every random generator started from ``seed``."""
-    samples = len(spec.dataset)
-    indices = list(range(0, samples, -(-samples // MAX_SAMPLES)))
-    one_batch = dataclasses.replace(spec, batch_sampler=lambda epoch: [indices], length=1, collate=list, loader=None)
+def probed(indices: Sequence[int]) -> list[int]:
+    """Up to 32 of the indices, spread evenly."""
+    return list(indices[:: max(1, -(-len(indices) // MAX_SAMPLES))])
+
+
+def probe_samples(spec: LoaderSpec, seed: int = 0, indices: list[int] | None = None) -> list[Any]:
+    """The samples with these indices, read in this process with every random generator started from ``seed``.
+
+    Without ``indices`` up to 32, spread evenly over the dataset.
+    """
+    wanted = probed(range(len(spec.dataset))) if indices is None else indices
+    one_batch = dataclasses.replace(spec, batch_sampler=lambda epoch: [wanted], length=1, collate=list, loader=None)
     in_this_process = dataclasses.replace(one_batch, num_workers=0, pin_memory=False)
     return next(iter(spec.build(in_this_process).epoch(seed, 0)))
 
@@ -22,3 +34,33 @@ def is_deterministic(spec: LoaderSpec) -> bool:
     """Whether the probed samples are equal under three random seeds, so that reading them once is enough."""
     first, *others = (probe_samples(spec, seed) for seed in range(3))
     return all(bitwise_equal(first, other) for other in others)
+
+
+def script_may_change(spec: LoaderSpec | None, run: RunContext) -> bool:
+    """Whether a script may change the dataset between two epochs, so that each must read it as it then is.
+
+    Persistent workers of the script's own DataLoader read the dataset as it was at their first epoch.
+    """
+    return run.services.in_script and spec is not None and not getattr(spec.loader, "persistent_workers", False)
+
+
+def reread_samples(batches: BatchSource, run: RunContext, stored: Sequence[int]) -> dict[int, Any]:
+    """Index -> sample of up to 32 of the stored samples, as the dataset has them at the begin of an epoch.
+
+    Empty if no script can have changed the dataset since they were stored, such as its negative samples or its
+    transform. Random numbers are left as they are.
+    """
+    spec = batches.spec
+    if spec is None or not script_may_change(spec, run):
+        return {}
+    indices = probed([index for index in stored if index < len(spec.dataset)])
+    if not indices:
+        return {}
+    with preserve_rng_state(*batches.generators):
+        return dict(zip(indices, probe_samples(spec, indices=indices), strict=True))
+
+
+def warn_of_changed_dataset(method: str) -> None:
+    """Warns that stored samples are read anew. Python shows the same warning once."""
+    message = f"{method}: the script has changed its dataset since the last epoch; the stored samples are read anew"
+    warnings.warn(message, HastenWarning, stacklevel=2)

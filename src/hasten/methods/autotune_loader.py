@@ -17,7 +17,7 @@ from hasten.loading.autotuner import (
     SearchSpace,
     default_memory_budget,
 )
-from hasten.loading.probe import is_deterministic
+from hasten.loading.probe import is_deterministic, script_may_change
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class AutotuneLoader(Method):
         run.observe_effect(self, partial(_describe, autotuner))
         if batches.with_workers is not None and batches.spec is None:
             return batches.with_workers(autotuner)
-        return _autotuned(_pin_for_gpu(batches, run), autotuner)
+        return _autotuned(_pin_for_gpu(batches, run), autotuner, run)
 
     def _validation_data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         """Validation batches, read by the best workers so far, if they were found on data of the same type."""
@@ -92,7 +92,7 @@ class AutotuneLoader(Method):
             return batches
         if _current_workers(batches).num_workers or _depends_on_workers(batches):
             return batches
-        with_workers = batches.with_workers or _worker_switch(_pin_for_gpu(batches, run))
+        with_workers = batches.with_workers or _worker_switch(_pin_for_gpu(batches, run), run)
 
         def epoch(epoch: int, start: int = 0) -> Iterator[Any]:
             try:
@@ -151,30 +151,34 @@ def _describe(autotuner: LoaderAutotuner) -> str:
     return f"found {autotuner.workers}" if autotuner.converged else f"searching; now {autotuner.workers}"
 
 
-def _autotuned(batches: BatchSource, autotuner: LoaderAutotuner) -> BatchSource:
+def _autotuned(batches: BatchSource, autotuner: LoaderAutotuner, run: RunContext) -> BatchSource:
     """The same batches, read by the worker processes that the autotuner chooses. ``batches.spec`` must be set.
 
     The order that a task's DataLoader draws is drawn once an epoch, as without hasten; its samples must not be random.
     """
     spec = batches.spec
     assert spec is not None, "the caller has excluded pipelines"
-    drawn: list[list[int]] = []  # the order of the current epoch
+    drawn: list[list[list[int]]] = []  # the order of the epoch that is opened now
 
     def drawn_order(epoch: int) -> list[list[int]]:
-        return drawn
+        return drawn[0]
 
-    with_workers = _worker_switch(batches if spec.loader is None else batches.with_spec(batch_sampler=drawn_order))
+    with_workers = _worker_switch(batches if spec.loader is None else batches.with_spec(batch_sampler=drawn_order), run)
     space = SearchSpace(("processes",), autotuner.cores, lambda: min(autotuner.memory_budget(), _free_shared_memory()))
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Any]:
-        if spec.loader is not None:
-            drawn[:] = spec.batch_sampler(epoch)
-        return autotuner.iterate(lambda workers, done: with_workers(workers).epoch(epoch, start + done), space)
+        order = [] if spec.loader is None else [*spec.batch_sampler(epoch)]
+
+        def open_iterator(workers: WorkerConfig, done: int) -> Iterator[Any]:
+            drawn[:] = [order]  # a script may read two epochs at a time
+            return with_workers(workers).epoch(epoch, start + done)
+
+        return autotuner.iterate(open_iterator, space)
 
     return replace(batches, epoch=epoch, spec=None, with_workers=None)
 
 
-def _worker_switch(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource]:
+def _worker_switch(batches: BatchSource, run: RunContext) -> Callable[[WorkerConfig], BatchSource]:
     """``(workers) -> batches``: the same batches, read by so many processes, which end at the next call."""
     current: dict[WorkerConfig, BatchSource] = {}
 
@@ -184,7 +188,7 @@ def _worker_switch(batches: BatchSource) -> Callable[[WorkerConfig], BatchSource
             current[workers] = batches.with_spec(
                 num_workers=workers.processes,
                 prefetch_factor=workers.prefetch_factor,
-                persistent_workers=workers.processes > 0,
+                persistent_workers=workers.processes > 0 and not script_may_change(batches.spec, run),
             )
         return current[workers]
 

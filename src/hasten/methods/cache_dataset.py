@@ -1,17 +1,20 @@
 """A cache of decoded samples in memory, for samples that are slow to decode and cannot be stacked."""
 
+import copy
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate  # pyright: ignore[reportUnknownVariableType]
 
 from hasten import BatchSource, Card, Exactness, Method, NoEffectError, RunContext, WrapOrder, option
-from hasten.loading.probe import is_deterministic
-from hasten.utils.batch import map_tensors
-from hasten.utils.tree import tree_leaves
+from hasten.core.types import Batch
+from hasten.loading.probe import is_deterministic, reread_samples, warn_of_changed_dataset
+from hasten.utils.rng import preserve_rng_state
+from hasten.utils.tree import bitwise_equal, tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,20 @@ class CacheDataset(Method):
             if batches.training:
                 run.report_no_effect(self, obstacle)
             return batches
-        dataset = CachedDataset(batches.spec.dataset, int(self.gigabytes * 1e9))
+        spec, budget = batches.spec, int(self.gigabytes * 1e9)
+        dataset = CachedDataset(spec.dataset, budget, stacked=spec.collate in (None, default_collate))
         cached = batches.with_spec(dataset=dataset, num_workers=0)  # the cache of a worker process would end with it
+
+        def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
+            if dataset.differs_from(reread_samples(batches, run, [*dataset.cache])):
+                warn_of_changed_dataset(self.name)
+                with preserve_rng_state(*batches.generators):
+                    dataset.clear(budget if is_deterministic(spec) else 0)  # random samples cannot be cached any more
+            return cached.epoch(epoch, start)
+
         if batches.training:
             run.observe_effect(self, dataset.describe)
-        return replace(cached, spec=None)
+        return replace(cached, epoch=epoch, spec=None)
 
     def _obstacle(self, batches: BatchSource) -> str:
         """Why these samples cannot be cached, such as random ones; empty if they can."""
@@ -58,10 +70,17 @@ class CacheDataset(Method):
 
 
 class CachedDataset(torch.utils.data.Dataset[Any]):
-    """A map-style dataset whose samples are read once, as long as they fit into the budget, in bytes."""
+    """A map-style dataset whose samples are read once, as long as they fit into the budget.
 
-    def __init__(self, dataset: Any, budget: int):
-        self.dataset, self.budget = dataset, budget
+    Args:
+        dataset: The dataset.
+        budget: Bytes that the cached samples may take.
+        stacked: Whether samples are only stacked into batches, which copies them. Any other collate function may hand
+            them out as they are, so it gets copies: what the training changes in them must not stay in the cache.
+    """
+
+    def __init__(self, dataset: Any, budget: int, stacked: bool = False):
+        self.dataset, self.budget, self.stacked = dataset, budget, stacked
         self.cache: dict[int, Any] = {}
 
     def describe(self) -> str:
@@ -69,6 +88,15 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
         if not self.cache:
             raise NoEffectError("no sample was cached")
         return f"{len(self.cache)} of {len(self)} samples were in memory after the observed step"
+
+    def clear(self, budget: int) -> None:
+        """Forgets all samples; ``budget`` bytes may be cached from now on."""
+        self.cache.clear()
+        self.budget = budget
+
+    def differs_from(self, samples: dict[int, Any]) -> bool:
+        """Whether a sample, by its index, is another one than the cached."""
+        return any(not bitwise_equal(self.cache[index], sample) for index, sample in samples.items())
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -81,7 +109,12 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
                 return sample
             self.budget -= size
             self.cache[index] = sample
-        return map_tensors(lambda tensor: tensor, self.cache[index])  # new containers: a collate function may edit them
+        return self.cache[index] if self.stacked else tree_map(copied, self.cache[index])
+
+
+def copied(leaf: Any) -> Any:
+    """The leaf in memory of its own; deepcopy takes only tensors that are leaves of autograd."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
 def sample_bytes(sample: Any) -> int:

@@ -14,7 +14,6 @@ buffers has.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -26,9 +25,10 @@ from hasten import BatchSource, Card, Exactness, LoaderSpec, Method, RunContext,
 from hasten._torch_compat import has_views
 from hasten.core.errors import NoEffectError, RunError, format_error
 from hasten.core.types import Batch
-from hasten.loading.probe import is_deterministic, probe_samples
+from hasten.loading.probe import is_deterministic, probe_samples, reread_samples, warn_of_changed_dataset
 from hasten.utils.batch import batch_tensors, copy_to_device, map_tensors
-from hasten.utils.tree import tree_leaves
+from hasten.utils.rng import preserve_rng_state
+from hasten.utils.tree import bitwise_equal, tree_leaves
 
 NUM_BUFFERS = 3  # each is written again once nothing refers to its batches
 STACKED_SAMPLES = 256  # samples that are collated together while stacking
@@ -77,6 +77,8 @@ class InMemoryBatches(Method):
     place: str = option("host", one_of=("host", "device"))  # memory that holds the samples
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
+        if self.place == "device" and run.services.in_script and not batches.training:
+            return batches  # an evaluation may read them on the host, as in y.numpy()
         if self.place == "device" and batches.on_device is not None:
             return self._on_device(batches, *batches.on_device, run)
         spec, obstacle = batches.spec, self._obstacle(batches.spec, run)
@@ -89,23 +91,27 @@ class InMemoryBatches(Method):
         # a sampler that cannot be resumed at any batch may draw as it goes: it is asked for one batch at a time
         fetched_bytes = FETCHED_BYTES if batches.seekable else 0
 
-        @cache
-        def fields() -> Batch | None:
-            try:
-                stacked = stack_samples(spec)
-                return map_tensors(lambda field: field.to(run.device), stacked) if self.place == "device" else stacked
-            except (RunError, RuntimeError) as error:  # one sample differs from all others: read them one by one
-                run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}")
-                return None
+        stacked: list[Batch | None] = []  # the fields of all samples, once they are needed; None if they are unequal
+
+        def current_fields() -> Batch | None:
+            if self.place == "host" and contiguous_tensors(spec.dataset):
+                return stack_samples(spec)  # which copies nothing
+            if not stacked:
+                stacked[:] = [self._stack(spec, run)]
+            elif stacked[0] is not None and not is_current(stacked[0], batches, run):
+                stacked.clear()  # memory for one stack is enough
+                stacked[:] = [self._stack_anew(batches, spec, run)]
+            return stacked[0]
 
         def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
-            if fields() is None:
+            fields = current_fields()
+            if fields is None:
                 yield from batches.epoch(epoch, start)
                 return
-            for group in group_batches(islice(spec.batch_sampler(epoch), start, None), fields(), fetched_bytes):
+            for group in group_batches(islice(spec.batch_sampler(epoch), start, None), fields, fetched_bytes):
                 buffer = next(ring) if batches.training else BatchBuffer()  # an evaluation may keep its batches
                 try:
-                    yield from buffer.fetch(fields(), group)
+                    yield from buffer.fetch(fields, group)
                 finally:  # also if the epoch is left in the middle
                     buffer.release()
 
@@ -118,6 +124,24 @@ class InMemoryBatches(Method):
         if batches.training:
             run.observe_effect(self, describe)
         return replace(batches, epoch=epoch, spec=None)
+
+    def _stack(self, spec: LoaderSpec, run: RunContext) -> Batch | None:
+        """The fields of all samples, in the memory that ``place`` names; None where samples differ from the others."""
+        try:
+            fields = stack_samples(spec)
+            return map_tensors(lambda field: field.to(run.device), fields) if self.place == "device" else fields
+        except (RunError, RuntimeError) as error:  # one sample differs from all others: read them one by one
+            run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}")
+            return None
+
+    def _stack_anew(self, batches: BatchSource, spec: LoaderSpec, run: RunContext) -> Batch | None:
+        """The fields of a dataset that has changed; None if its samples can no longer be stacked, or are random now."""
+        warn_of_changed_dataset(self.name)
+        with preserve_rng_state(*batches.generators):
+            obstacle = self._obstacle(spec, run)
+        if obstacle:
+            run.report_no_effect(self, obstacle)
+        return None if obstacle else self._stack(spec, run)
 
     def _on_device(
         self, batches: BatchSource, nbytes: int, on_device: Callable[[torch.device], BatchSource], run: RunContext
@@ -189,6 +213,22 @@ def contiguous_tensors(dataset: Any) -> list[torch.Tensor] | None:
     """The tensors of a ``TensorDataset``, one per field, if they are contiguous; None for other datasets."""
     stacked = type(dataset) is TensorDataset and all(field.is_contiguous() for field in dataset.tensors)
     return list(dataset.tensors) if stacked else None
+
+
+def is_current(fields: Batch, batches: BatchSource, run: RunContext) -> bool:
+    """Whether stacked fields still hold the samples of the dataset, which a script may have changed."""
+    assert batches.spec is not None, "only samples with a spec are stacked"
+    total = len(batch_tensors(fields)[0])
+    samples = reread_samples(batches, run, range(total))
+    if not samples:
+        return True
+    index = torch.tensor([*samples])
+    try:
+        reread = default_collate([*samples.values()])
+    except (RuntimeError, TypeError):  # they have other shapes, or hold something that is no tensor
+        return False
+    stacked = map_tensors(lambda field: field[index.to(field.device)], fields)
+    return total == len(batches.spec.dataset) and bitwise_equal(reread, stacked)
 
 
 def stack_samples(spec: LoaderSpec) -> Batch:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hasten import BatchSource, Card, Exactness, Method, RunContext, WorkerConfig, WrapOrder, option
+from hasten.loading.probe import script_may_change
 from hasten.utils.observe_step import observe_workers
 
 
@@ -13,7 +14,9 @@ class LoaderWorkers(Method):
 
     Random numbers that the dataset draws are a function of (seed, epoch, batch), so any number of workers gives the
     same bits. The dataset of a task's own DataLoader draws from a stream per worker, as always in torch. A hasten.data
-    pipeline is computed by its own processes, to which ``pin_memory`` and ``persistent_workers`` do not apply.
+    pipeline is computed by its own processes, to which ``pin_memory`` and ``persistent_workers`` do not apply. In a
+    script, workers outlive an epoch only if those of its own DataLoader do, because persistent workers do not see what
+    the script changes in its dataset between two epochs.
     """
 
     card = Card(
@@ -42,12 +45,13 @@ class LoaderWorkers(Method):
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if batches.spec is None:
             return self._pipeline(batches, run)
+        persistent = self.persistent_workers and self.num_workers > 0 and not script_may_change(batches.spec, run)
         spec = replace(
             batches.spec,
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
             pin_memory=self.pin_memory and run.device.type == "cuda",
-            persistent_workers=self.persistent_workers and self.num_workers > 0,
+            persistent_workers=persistent,
         )
         if spec == batches.spec:
             return self._unchanged(batches, run, "the data are already read with these options")

@@ -118,7 +118,7 @@ def result_of(
         "command": study.task.command,
         "processes": study.processes,
         "verdict": "faster" if chosen else "one process is faster" if state.one_process_is_faster else "no improvement",
-        "why": _why(study, state),
+        "why": _why(study, state, is_partial),
         "evidence": chosen.evidence if chosen else "",
         "frontier": frontier_rows(frontier(findings), chosen, state.strong_finding),
         "training_seconds": seconds,
@@ -228,7 +228,7 @@ def write(directory: Path, result: Any) -> None:
     atomic_write(directory / "result.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
 
 
-def _why(study: Study, state: SearchState) -> str:
+def _why(study: Study, state: SearchState, is_partial: bool) -> str:
     confirmation, winner, chosen = state.confirmation, state.winner, state.chosen
     if winner and state.winner_is_faster_in_one_process:
         return (
@@ -243,17 +243,21 @@ def _why(study: Study, state: SearchState) -> str:
         )
     if chosen:
         what = "faster to the target" if chosen.training_speedup and chosen.gain is chosen.speedup else "faster"
+        if state.run_seconds is None:
+            what = "faster in its steps and evaluations, without the start, since the length of the training is unknown"
         return f"{chosen.gain.median:.1f} times {what}; {chosen.why}"
     if confirmation is not None:
         return confirmation.why
     if state.too_small:
         return state.too_small
-    return _why_nothing_is_faster(study.trials)
+    return _why_nothing_is_faster(study.trials, is_partial)
 
 
-def _why_nothing_is_faster(trials: Sequence[Mapping[str, Any]]) -> str:
+def _why_nothing_is_faster(trials: Sequence[Mapping[str, Any]], is_partial: bool) -> str:
     """The reason in words, with what the budget has left out."""
-    if any(trial["verdict"] == "stopped" for trial in trials):
+    if is_partial:
+        why = "the search has not ended, and nothing is surely faster so far"
+    elif any(trial["verdict"] == "stopped" for trial in trials):
         why = "what was left of the budget was too little for the next trial, and nothing was surely faster by then"
     elif any(trial.get("ratio") for trial in trials):
         why = "no method that was tried is surely faster; see the trials"

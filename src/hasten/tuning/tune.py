@@ -125,6 +125,8 @@ def tune(
     clock = Budget(float("inf") if seconds is None else seconds)
     clock.began -= spent
     try:
+        if continues:
+            _earlier_result(directory, {"margin": margin})  # a search that cannot be continued runs nothing
         facts = _describe(task, processes, clock)
         used: str = task.device(asked)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
@@ -259,9 +261,16 @@ def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]
     now = json.loads(json.dumps(settings, default=str))
     changed = [name for name in now if now[name] != before.get(name)]
     if changed:
-        names = ", ".join(f"{name} ({before.get(name)} before, {now[name]} now)" for name in changed)
+        names = ", ".join(_change(name, before.get(name), now[name]) for name in changed)
         raise ConfigurationError(f"the search in {directory} cannot be continued, since these changed: {names}")
     return result
+
+
+def _change(name: str, before: Any, now: Any) -> str:
+    """A setting that differs between two searches, in words; fingerprints say nothing to a reader."""
+    if name in ("task", "code"):
+        return {"task": "the task or script, or what it was asked for", "code": "hasten itself"}[name]
+    return f"{name} ({before} before, {now} now)"
 
 
 def _estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> dict[str, Any]:
@@ -283,8 +292,13 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
 
 
 def _correct_estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> None:
-    """Takes the seconds of a run from the diagnosis, which has seen many more steps, if the first ones were unusual."""
+    """Takes the seconds of a run from the diagnosis, which has seen many more steps, if the first ones were unusual.
+
+    Other programs only make steps longer: of two estimates the smaller one counts, unless the training gets slower.
+    """
     seconds = state.diagnosis.get("seconds_per_run")
+    if seconds and state.run_seconds and not state.diagnosis.get("drift", {}).get("slow_from"):
+        seconds = min(seconds, state.run_seconds)
     if seconds and not 1 / CHANGED_ESTIMATE < seconds / (state.run_seconds or math.inf) < CHANGED_ESTIMATE:
         _expect_run(study, state, seconds, budget, timeout)
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import nn
@@ -53,6 +54,7 @@ class Composition:
             available_cpus=available_cpus,
             free_memory=free_memory,
             eval_records_gradients=lambda: evaluation_records_gradients,
+            in_script=True,
         )
         self.run = RunContext(torch.device(device), SimpleNamespace(name=owner), seed=seed, services=services)
         self.run.plan = TrainPlan(batch_size=1, epochs=math.inf)
@@ -86,16 +88,18 @@ class Composition:
 
     def source_of(self, loader: Any, training: bool) -> BatchSource | None:
         """The batches of a DataLoader of the script under the methods; None if no method changes them."""
-        is_torch = isinstance(loader, DataLoader)
-        plain = (
-            from_loader(loader, None, loader.batch_size or 1, self.run.seed, training) if is_torch else loader.source
-        )
-        source = plain
+        source = plain = self._plain_source(loader, training)
         with preserve_rng_state(*source.generators):  # a method may read samples to inspect them
             for method in self.methods:
                 if "data" in hooks_of(method):
                     source = apply_data_hook(method, source, self.run)
         return None if source is plain else source
+
+    def _plain_source(self, loader: Any, training: bool) -> BatchSource:
+        if not isinstance(loader, DataLoader):
+            return loader.source
+        # weakly: a script may make a loader for each epoch, and what methods keep of it must end with it at once
+        return from_loader(proxy(loader), None, loader.batch_size or 1, self.run.seed, training)
 
     def wrap_call(self, root: nn.Module, call_of_root: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The call of a root under the methods, which may also change the root in place. Called once for each root."""

@@ -9,11 +9,11 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
-from hasten._torch_compat import patch_loader_iterator, patch_next_batch
+from hasten._torch_compat import patch_loader_iterator, patch_next_batch, swap_persistent_iterator
 from hasten.core.data import BatchSource
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.batch import batch_size
@@ -21,6 +21,7 @@ from hasten.utils.denormals import flushing_workers
 from hasten.utils.phase_timer import PhaseTimer
 
 TRAINING, EVALUATION = "training", "evaluation"  # roles of a loader
+SOURCE = "_hasten_source"  # attribute of a loader that holds its SourceHolder
 
 
 class LoaderSeam:
@@ -43,8 +44,8 @@ class LoaderSeam:
     ):
         self.sites, self.phases, self.source_of, self.roles = sites, phases, source_of, roles or {}
         self.by_site: WeakValueDictionary[str, Any] = WeakValueDictionary()  # the loaders that were read
-        self.sources: WeakKeyDictionary[Any, BatchSource | None] = WeakKeyDictionary()
-        self.reading: WeakSet[Any] = WeakSet()  # loaders whose own iterator a method uses now
+        self.has_loader = False  # whether one was offered to methods
+        self.reading: set[int] = set()  # ids of the loaders whose own iterators methods use now
         self.last: dict[str, Any] | None = None  # record of the loader that gave the last batch
         DataLoader.__init__ = self._noting(DataLoader.__init__)
         patch_loader_iterator(self._iterator_maker)
@@ -114,10 +115,14 @@ class LoaderSeam:
 
     def _source(self, loader: Any, record: dict[str, Any]) -> BatchSource | None:
         """The batches of a loader under the methods; None if they change nothing, or one of them reads it now."""
-        if self.source_of is not None and loader not in self.sources:
+        if self.source_of is None:
+            return None
+        self.has_loader = True
+        holder = loader.__dict__.get(SOURCE)
+        if holder is None:
             training = self.roles.get(record["site"], TRAINING) == TRAINING
-            self.sources[loader] = self.source_of(loader, training)
-        return None if loader in self.reading else self.sources.get(loader)
+            holder = loader.__dict__[SOURCE] = SourceHolder(self.source_of(loader, training))
+        return None if id(loader) in self.reading else holder.batches
 
     def _timed(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         phases = self.phases
@@ -134,6 +139,19 @@ class LoaderSeam:
                 phases.record("input", began)
 
         return next_batch
+
+
+class SourceHolder:
+    """The batches of a loader under the methods; None if these change nothing. A pickle or deep copy has None here.
+
+    The loader itself holds it, so that both end together: the batches may refer to the loader.
+    """
+
+    def __init__(self, batches: BatchSource | None):
+        self.batches = batches
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def batch_size_of(loader: Any) -> int | None:
@@ -177,6 +195,9 @@ class BatchIterator:
     def __init__(self, source: BatchSource, seam: LoaderSeam, loader: Any):
         self.source, self.seam, self.loader = source, seam, loader
         self.hasten_record: dict[str, Any] | None = None
+        self.batches: Iterator[Any] = iter(())
+        self.is_persistent = isinstance(loader, DataLoader) and loader.persistent_workers
+        self.of_torch: Any = None  # the iterator that a loader with persistent workers would keep in place of this one
         self._reset(None)
 
     def __iter__(self) -> Iterator[Any]:
@@ -185,11 +206,9 @@ class BatchIterator:
     def __next__(self) -> Any:
         phases, record = self.seam.phases, self.hasten_record
         began = phases.now() if phases.running and record is not None and record["role"] == TRAINING else None
-        self.seam.reading.add(self.loader)
         try:
-            return next(self.batches)
+            return self._call(next, self.batches)
         finally:
-            self.seam.reading.discard(self.loader)
             if began is not None:
                 phases.record("input", began)
             self.seam.last = record  # not sooner: the batch may come from a loader that hasten has made
@@ -201,8 +220,17 @@ class BatchIterator:
         """Begins the next epoch, as torch calls it on the iterator of a loader with persistent workers."""
         epoch, _ = self.source.position
         self.source.position = (epoch + 1, 0)
-        self.seam.reading.add(self.loader)
+        self.batches = iter(())  # ends an epoch that was left in the middle, so that its workers are free
+        self.batches = self._call(self.source.epoch, epoch, 0)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function that may iterate over the script's loader, which then finds torch's own iterator there."""
+        loader, reading = self.loader, self.seam.reading
+        outer = swap_persistent_iterator(loader, self.of_torch) if self.is_persistent else None
+        reading.add(id(loader))
         try:
-            self.batches = self.source.epoch(epoch, 0)
+            return function(*args)
         finally:
-            self.seam.reading.discard(self.loader)
+            reading.discard(id(loader))
+            if self.is_persistent:
+                self.of_torch = swap_persistent_iterator(loader, outer)

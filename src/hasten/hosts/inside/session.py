@@ -308,7 +308,7 @@ class Session:
 
     def _seen(self) -> tuple[bool, bool]:
         """Whether the script has read a DataLoader, and whether an optimizer has updated."""
-        return bool(self.loaders.sources), bool(self.steps.optimizers) or self.loop.has_optimizer
+        return self.loaders.has_loader, bool(self.steps.optimizers) or self.loop.has_optimizer
 
     def _begin_evaluate(self) -> None:
         self.wants_evaluation, self.evaluations_before = True, len(self.models.evaluations)

@@ -1,0 +1,219 @@
+"""The DataLoaders of a script under methods: the batches that it would read without, whatever it does with them."""
+
+import copy
+import gc
+import pickle
+import warnings
+from weakref import ref
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hasten.core.errors import HastenWarning
+from hasten.core.recipe import Recipe
+from hasten.engine.registry import make_methods
+from hasten.hosts.inside.composition import Composition
+from hasten.hosts.inside.loaders import LoaderSeam
+from hasten.hosts.inside.sites import Sites
+from hasten.utils.batch import map_tensors
+from hasten.utils.phase_timer import PhaseTimer
+from hasten.utils.tree import bitwise_equal
+
+CACHES = ["in_memory_batches", "cache_dataset"]
+WORKERS = [
+    pytest.param(
+        recipe, marks=[pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore:autotune_loader converged")]
+    )
+    for recipe in ("loader_workers:num_workers=1", "autotune_loader:processes=1")
+]
+
+
+class Shifted(Dataset):
+    """Samples that the script may change between two epochs."""
+
+    def __init__(self, samples=40):
+        self.samples, self.shift, self.noise = samples, 0.0, False
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        noise = torch.rand(3) if self.noise else torch.zeros(3)
+        return noise + index + self.shift, index % 4
+
+
+def sampled_anew(dataset):
+    dataset.shift += 1.0
+
+
+def made_random(dataset):
+    dataset.noise = True
+
+
+def made_longer(dataset):
+    dataset.samples += 10
+
+
+@pytest.fixture
+def under(monkeypatch, tmp_path):
+    """Function ``(recipe) -> seam`` that puts the DataLoaders of this process under methods, as those of a script."""
+    for owner, name in ((DataLoader, "__init__"), (DataLoader, "_get_iterator"), (_BaseDataLoaderIter, "__next__")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # the seam replaces them; the test puts them back
+
+    def make(recipe: str) -> LoaderSeam:
+        composition = Composition(make_methods(Recipe.coerce(recipe)), "cpu", 0, True, "train.py")
+        return LoaderSeam(Sites(str(tmp_path)), PhaseTimer(torch.device("cpu")), composition.source_of)
+
+    return make
+
+
+def copied(batch):
+    return map_tensors(torch.clone, batch)
+
+
+def epochs(dataset, change=lambda dataset: None, number=4, batch_size=8, **options) -> list[list]:
+    """The batches of several epochs; ``change`` is called after each."""
+    torch.manual_seed(0)
+    loader, read = DataLoader(dataset, batch_size=batch_size, shuffle=True, **options), []
+    for _ in range(number):
+        read.append([copied(batch) for batch in loader])
+        change(dataset)
+    return read
+
+
+@pytest.mark.parametrize("change", [sampled_anew, made_random, made_longer])
+@pytest.mark.parametrize("recipe", CACHES)
+def test_dataset_that_the_script_changes_is_stored_anew(under, recipe, change):
+    plain = epochs(Shifted(), change)
+    under(recipe)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default", HastenWarning)
+        assert bitwise_equal(plain, epochs(Shifted(), change))
+    messages = [str(one.message) for one in warned if "the script has changed its dataset" in str(one.message)]
+    assert len(messages) == (recipe != "cache_dataset" or change is not made_longer)  # a longer one keeps its samples
+
+
+@pytest.mark.parametrize("recipe", WORKERS)
+def test_workers_see_what_the_script_changes_in_its_dataset(under, recipe):
+    plain = epochs(Shifted(), sampled_anew)
+    under(recipe)
+    assert bitwise_equal(plain, epochs(Shifted(), sampled_anew))
+
+
+def test_other_tensors_of_a_tensor_dataset_are_read_from_the_next_epoch_on(under):
+    def replaced(dataset):
+        dataset.tensors = (dataset.tensors[0].clone(), dataset.tensors[1])
+        dataset.tensors[0][7] += 1  # which no probe reads
+
+    data = torch.arange(400.0).view(200, 2)
+    plain = epochs(TensorDataset(data, torch.arange(200)), replaced)
+    under("in_memory_batches")
+    assert bitwise_equal(plain, epochs(TensorDataset(data, torch.arange(200)), replaced))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("recipe", CACHES)
+def test_persistent_workers_of_the_script_keep_the_dataset_of_the_first_epoch(under, recipe):
+    options = {"num_workers": 1, "persistent_workers": True}
+    plain = epochs(Shifted(), sampled_anew, **options)
+    under(recipe)
+    assert bitwise_equal(plain, epochs(Shifted(), sampled_anew, **options))
+
+
+@pytest.mark.parametrize("recipe", CACHES)
+def test_unchanged_dataset_is_compared_once_an_epoch(under, recipe, monkeypatch):
+    read, original = [], Shifted.__getitem__
+    monkeypatch.setattr(Shifted, "__getitem__", lambda self, index: read.append(index) or original(self, index))
+    under(recipe)
+    epochs(Shifted(100))
+    probe = 25  # every fourth
+    assert len(read) - 100 - 3 * probe in range(3 * probe, 4 * probe + 1)
+
+
+def two_at_a_time() -> list:
+    """What a script reads that looks at a batch within an epoch, and then reads a loader beside itself."""
+    torch.manual_seed(0)
+    loader, read = DataLoader(Shifted(96), batch_size=8, shuffle=True), []
+    for index, batch in enumerate(loader):
+        read.append(copied(batch))
+        if index % 2:
+            read.append(copied(next(iter(loader))))
+        assert len(read) < 20, "the epoch does not end"
+    in_order = DataLoader(Shifted(), batch_size=8)
+    return read + [copied(pair) for pair in zip(in_order, in_order, strict=True)]
+
+
+@pytest.mark.parametrize("recipe", [*CACHES, *WORKERS])
+def test_two_epochs_of_a_loader_at_a_time_are_independent(under, recipe):
+    plain = two_at_a_time()
+    under(recipe)
+    assert bitwise_equal(plain, two_at_a_time())
+
+
+class Ragged(Shifted):
+    """One sample, which no probe reads, has another shape."""
+
+    def __getitem__(self, index):
+        return torch.full((2 if index == 7 else 3,), index), index
+
+
+@pytest.mark.multiprocess
+def test_persistent_workers_of_the_script_are_read_through(under):
+    options = {"num_workers": 1, "persistent_workers": True, "batch_size": 1}
+    plain = epochs(Ragged(), **options)
+    under("in_memory_batches")
+    assert bitwise_equal(plain, epochs(Ragged(), **options))
+
+
+@pytest.mark.multiprocess
+def test_epoch_of_persistent_workers_that_is_left_in_the_middle_is_begun_anew(under):
+    def left() -> list:
+        loader, read = DataLoader(Shifted(), batch_size=8, num_workers=1, persistent_workers=True), []
+        for number in (2, 3, 5):
+            read.append([copied(batch) for batch, _ in zip(loader, range(number), strict=False)])
+        return read
+
+    plain = left()
+    under("loader_workers:num_workers=2")
+    assert bitwise_equal(plain, left())
+
+
+@pytest.mark.parametrize("recipe", ["prefetch_to_device", "in_memory_batches:place=device"])
+def test_evaluation_gets_its_batches_on_the_host(recipe):
+    composition = Composition(make_methods(Recipe.coerce(recipe)), "cuda", 0, True, "train.py")
+    data = TensorDataset(torch.zeros(8, 2), torch.arange(8))
+    assert composition.source_of(DataLoader(data, batch_size=4), False) is None
+    assert composition.run.no_effect == []
+
+
+class Collating(DataLoader):
+    """A loader whose collate function is a method of its own, so that only the garbage collector frees it."""
+
+    def __init__(self, dataset, batch_size):
+        super().__init__(dataset, batch_size=batch_size, collate_fn=self.collated)
+
+    def collated(self, samples):
+        return torch.stack([x for x, _ in samples])
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Collating])
+@pytest.mark.parametrize("recipe", [*CACHES, WORKERS[0]])
+def test_loaders_of_earlier_epochs_are_freed(under, recipe, kind):
+    seam, loaders = under(recipe), []
+    for _ in range(20):
+        loader = kind(Shifted(), batch_size=8)
+        assert len(list(loader)) == 5
+        loaders.append(ref(loader))
+    if kind is Collating:
+        gc.collect()
+    assert [one() for one in loaders if one() is not None] == [loader] and seam.has_loader
+
+
+def test_copied_and_pickled_loader_is_read_as_without_methods(under):
+    under("in_memory_batches")
+    loader = DataLoader(Shifted(), batch_size=8)
+    read = [copied(batch) for batch in loader]
+    for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert bitwise_equal(read, list(other))
