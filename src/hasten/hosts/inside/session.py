@@ -36,7 +36,7 @@ from hasten.hosts.inside.offline import WATCHED as OFFLINE
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside.threads import threads_of, watch_threads
-from hasten.hosts.inside_files import CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
+from hasten.hosts.inside_files import BEGUN, CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
 from hasten.hosts.metric_loggers import WATCHED as TRACKERS
 from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
@@ -48,6 +48,7 @@ ROOT_SEARCH_STEPS = 2  # in which the roots, the models that the script calls it
 def start(directory: str) -> None:
     """Begins a session as ``spec.json`` in ``directory`` describes it; see ``write_spec`` in ``hosts/process.py``."""
     global current
+    Path(directory, BEGUN).touch()
     current = Session(Path(directory), json.loads(Path(directory, SPEC).read_text(encoding="utf-8")))
 
 
