@@ -20,6 +20,14 @@ from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.site_map import read_beside
 from hasten.utils.signals import handle_signals
 
+FORWARDED = (  # a scheduler sends them to the process that it started, for a checkpoint before its time is over
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
 
 def check_train(script: ScriptRef, recipe: Recipe, recipe_file: str | None, processes: int) -> dict[str, Any] | None:
     """Checks a request before anything runs. Returns the site map beside the recipe file, if there is one.
@@ -75,7 +83,7 @@ def train_script(script: ScriptRef, recipe: Recipe, device: str | None, sites: d
             subprocess.Popen(script.argv_under(recipe.methods), cwd=script.directory, env=environment) as process,
             # the terminal sends Ctrl-C to both: the script decides, and its code counts
             handle_signals(
-                (signal.SIGINT, signal.SIGTERM),
+                (signal.SIGINT, *FORWARDED),
                 lambda number, _: number != signal.SIGINT and process.send_signal(number),
             ),
         ):
