@@ -10,8 +10,13 @@ MAX_SAMPLES = 32
 
 
 def probe_samples(spec: LoaderSpec, seed: int = 0) -> list[Any]:
-    """Up to 32 samples, spread evenly over the dataset, read with every random generator started from ``seed``."""
+    """Up to 32 samples, spread evenly over the dataset, read with every random generator started from ``seed``.
+
+    None of an empty dataset.
+    """
     samples = len(spec.dataset)
+    if not samples:
+        return []
     indices = list(range(0, samples, -(-samples // MAX_SAMPLES)))
     one_batch = dataclasses.replace(spec, batch_sampler=lambda epoch: [indices], length=1, collate=list, loader=None)
     in_this_process = dataclasses.replace(one_batch, num_workers=0, pin_memory=False)

@@ -62,6 +62,7 @@ class Session:
         self.connection: Any = None
         self.block: dict[str, Any] | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
+        self.warned: set[str] = set()  # what was printed once
         self.code: CodeObserver | None = None
         self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
         self.composition: Any = None
@@ -113,9 +114,8 @@ class Session:
         watch_threads(self.sites, bool(composition) and composition.sets_threads)
         acts_on = composition.hooks if composition else set()
         self.steps = StepSeam(self.sites, self.phases)
-        self.models = ModelSeam(
-            self.sites, self.phases, self.steps, self._guarded(composition.wrap_call) if composition else None
-        )
+        wrap_call = self._guarded(composition.wrap_call, _call_of_root) if composition else None
+        self.models = ModelSeam(self.sites, self.phases, self.steps, wrap_call)
         roles = {entry["site"]: entry["role"] for entry in known.get("loaders", ())}
         source_of = self._guarded(composition.source_of) if "data" in acts_on else None
         self.loaders = LoaderSeam(self.sites, self.phases, source_of, roles)
@@ -129,25 +129,36 @@ class Session:
             if composition.wraps_updates:
                 steps.wrap_update = composition.update_with
 
-    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function; an error of it is hasten's or a method's and must not become one of the script."""
+    def _guarded(self, function: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function; an error of it is hasten's or a method's and must not become one of the script.
+
+        A training for real that has made steps is not lost to it: it continues with what ``instead`` returns, or
+        None: both leave what the script has made as it is.
+        """
 
         def guarded(*args: Any) -> Any:
             try:
                 return function(*args)
             except Exception as error:
-                self._fail(error)
+                if self.spec["mode"] != "train" or not self.steps.count:
+                    self._fail(error)
+                self._warn_once(f"{_text(error)}; {self.sites.line()} continues without this method")
+                return instead(*args) if instead else None
 
         return guarded
 
+    def _warn_once(self, text: str) -> None:
+        """In a training for real: one line on standard error, once for each text."""
+        if text not in self.warned:
+            self.warned.add(text)
+            print(f"hasten: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
     def _fail(self, error: Exception) -> NoReturn:
         """Ends the process; the reason goes to the parent, or to standard error in a training for real."""
-        refused = type(error).__name__ == "ConfigurationError"
-        text = str(error) if refused or type(error).__name__ == "RunError" else f"{type(error).__name__}: {error}"
         if self.spec["mode"] == "train":
-            print(f"hasten: {text}", file=sys.stderr)
-        else:
-            (self.directory / FAILURE).write_text(json.dumps({"text": text, "refused": refused}))
+            self._fail_with(_text(error))
+        failure = {"text": _text(error), "refused": type(error).__name__ == "ConfigurationError"}
+        (self.directory / FAILURE).write_text(json.dumps(failure))
         os._exit(2)
 
     def _note_arguments(self, parsed: Any) -> None:
@@ -465,6 +476,17 @@ class Session:
         print(f"hasten: {text}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(2)
+
+
+def _text(error: Exception) -> str:
+    """What an error says; those of hasten are complete sentences."""
+    name = type(error).__name__
+    return str(error) if name in ("ConfigurationError", "RunError") else f"{name}: {error}"
+
+
+def _call_of_root(root: torch.nn.Module, call_of_root: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """The call of a root without methods."""
+    return call_of_root()
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
