@@ -12,6 +12,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.loaders import from_loader
 from hasten.hosts.launch import train_script
 from hasten.hosts.script_ref import ScriptRef
+from hasten.hosts.site_map import KINDS
 from hasten.loading.probe import is_deterministic, probe_samples
 from hasten.utils.signals import handle_signals
 
@@ -84,3 +85,57 @@ def test_method_that_fails_in_the_middle_of_a_training_leaves_it_alone(tmp_path,
 def test_empty_dataset_has_no_samples_to_probe():
     spec = from_loader(DataLoader([], batch_size=2), None, 2, 0, training=False).spec
     assert probe_samples(spec) == [] and is_deterministic(spec)
+
+
+STAGE = """
+import sys, torch
+model = torch.nn.Linear(2, 1)
+if sys.argv[1:]:
+    optimizer = torch.optim.Adam(model.parameters())
+else:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print(torch.get_num_threads(), "threads")
+"""
+SITES = {
+    "fingerprint": "another",
+    "main": "pretrain.py",
+    "device": "cpu",
+    **{kind: [] for kind in KINDS},
+    "optimizers": [{"site": "pretrain.py:7#1", "type": "SGD"}],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("second", "threads", "message"),
+    [
+        ("finetune.py", 2, "the recipe was found with pretrain.py; finetune.py trains without it"),
+        (
+            "pretrain.py adam",
+            1,
+            "the optimizer at pretrain.py:7#1 (SGD) did not come again; pretrain.py trains with a recipe that was not "
+            "tuned for it",
+        ),
+    ],
+)
+def test_second_stage_of_a_command_trains_to_its_end(second, threads, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    for name in ("pretrain.py", "finetune.py"):
+        (tmp_path / name).write_text(STAGE)
+    (tmp_path / "run.sh").write_text(f"set -e\n{sys.executable} pretrain.py\n{sys.executable} {second}\n")
+    script = ScriptRef.of_command(["bash", "run.sh"], directory=str(tmp_path))
+    assert train_script(script, Recipe.parse("num_threads:count=1"), "cpu", SITES) == 0
+    output = capfd.readouterr()
+    assert output.out == f"1 threads\n{threads} threads\n" and output.err.count("hasten: ") == 1
+    assert f"hasten: {message}\n" in output.err
+
+
+@pytest.mark.slow
+def test_first_stage_at_other_sites_is_another_script(tmp_path, capfd):
+    (tmp_path / "pretrain.py").write_text(STAGE)
+    script = ScriptRef.of_command([sys.executable, "pretrain.py", "adam"], directory=str(tmp_path))
+    assert train_script(script, Recipe.parse("num_threads:count=1"), "cpu", SITES) == 2
+    assert "the recipe is for another script: the optimizer at pretrain.py:7#1 (SGD)" in capfd.readouterr().err

@@ -6,6 +6,7 @@ STARTED = "started"  # exists once a Python process has imported the injected fi
 BEGUN = "begun"  # exists once a session begins in a Python process, which has imported torch
 SOCKET = "socket"  # of the parent
 CLAIM = "claim"  # exists once a process trains
+CHECKED = "checked"  # exists once a process of a training for real has met all sites of its recipe
 RIVAL = "rival"  # with the id of another process that trains
 FAILURE = "failure"  # why the session ended the script
 RESUMED = "resumed"  # paths of the checkpoints from which the script resumes, a JSON list

@@ -36,7 +36,7 @@ from hasten.hosts.inside.offline import WATCHED as OFFLINE
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside.threads import threads_of, watch_threads
-from hasten.hosts.inside_files import BEGUN, CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
+from hasten.hosts.inside_files import BEGUN, CHECKED, CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
 from hasten.hosts.metric_loggers import WATCHED as TRACKERS
 from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
@@ -66,8 +66,11 @@ class Session:
         self.code: CodeObserver | None = None
         self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
         self.composition: Any = None
+        self.trains_without = ""  # reason why the recipe is not for this process
+        if spec["mode"] == "train" and spec["sites"]:
+            self.trains_without = self._other_main(spec["sites"].get("main"))
         try:
-            if spec["methods"]:
+            if spec["methods"] and not self.trains_without:
                 self.composition = self._compose()
         except Exception as error:
             self._fail(error)
@@ -93,6 +96,16 @@ class Session:
             watchers.append(OFFLINE)
         ImportFinder(*({name: self._guarded(watch) for name, watch in one.items()} for one in watchers))
         atexit.register(self._finish)
+
+    def _other_main(self, known: str | None) -> str:
+        """Why the recipe is not for this process: it runs another file of the command than the one of the search.
+
+        Empty if it does not, if the command names the file, or if this program was given the file to run it.
+        """
+        main, given = self.sites.main(), [self.sites.relative(os.path.abspath(one)) for one in sys.argv]
+        own = self.sites.relative(os.path.abspath(self.spec["file"])) if self.spec["file"] else None
+        is_other = None not in (main, known) and known not in (main, *given) and main != own
+        return f"the recipe was found with {known}; {main} trains without it" if is_other else ""
 
     def _compose(self) -> Any:
         from hasten.core.recipe import Recipe  # a watched script needs none of these
@@ -457,9 +470,18 @@ class Session:
         return {"tensors": len(tensors), "steps": self.steps.count}
 
     def _check_sites(self) -> None:
-        """In a training for real, after its first step: what the recipe was found for must be there."""
-        missing = missing_sites(self.spec["sites"] or {}, self.sites.records)
-        if missing:
+        """In a training for real, after its first step: what the recipe was found for must be there.
+
+        A process that comes after one with all sites is another stage of the command, and continues.
+        """
+        if self.trains_without:
+            return self._warn_once(self.trains_without)
+        missing, checked = missing_sites(self.spec["sites"] or {}, self.sites.records), self.directory / CHECKED
+        if not missing:
+            checked.touch()
+        elif checked.exists():
+            self._warn_once(f"{missing}; {self.sites.main()} trains with a recipe that was not tuned for it")
+        else:
             self._fail_with(
                 f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites"
             )
