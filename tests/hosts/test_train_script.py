@@ -79,7 +79,7 @@ def test_method_that_fails_in_the_middle_of_a_training_leaves_it_alone(tmp_path,
     assert train(tmp_path, FAILS_LATER, "in_memory_batches") == 0
     output = capfd.readouterr()
     assert output.out == "2 batches, 0 of no samples\n"
-    assert "hasten: ValueError: not ready yet; train.py:20 continues without this method\n" in output.err
+    assert "ValueError: not ready yet; train.py:20 continues without this method\n" in output.err
 
 
 def test_empty_dataset_has_no_samples_to_probe():
@@ -139,3 +139,53 @@ def test_first_stage_at_other_sites_is_another_script(tmp_path, capfd):
     script = ScriptRef.of_command([sys.executable, "pretrain.py", "adam"], directory=str(tmp_path))
     assert train_script(script, Recipe.parse("num_threads:count=1"), "cpu", SITES) == 2
     assert "the recipe is for another script: the optimizer at pretrain.py:7#1 (SGD)" in capfd.readouterr().err
+
+
+FOLDS = """
+import gc, torch, weakref
+states, models = [], []
+for fold in range(2):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(12):
+        optimizer.zero_grad()
+        (model(torch.ones(3, 4)) - 1).square().mean().backward()
+        optimizer.step()
+    states.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    models.append(weakref.ref(model))
+gc.collect()
+print(torch.equal(*states), states[0].abs().max().item() < 2, models[0]() is None)
+"""
+BESIDE = """
+import torch
+torch.manual_seed(0)
+make = lambda: (model := torch.nn.Linear(4, 4), torch.optim.SGD(model.parameters(), lr=0.01))
+model, optimizer = make()
+for step in range(10):
+    if step == 4:
+        second, second_optimizer = make()
+    out = model(torch.ones(3, 4))
+    out = out if step < 4 else second(out)
+    out.square().mean().backward()
+    for one in [optimizer] if step < 4 else [optimizer, second_optimizer]:
+        one.step()
+        one.zero_grad()
+print(max(parameter.abs().max().item() for one in (model, second) for parameter in one.parameters()) < 1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["gradient_clipping:max_norm=0.1", "float16 + gradient_clipping:max_norm=0.1"])
+def test_methods_act_in_all_folds_alike(recipe, tmp_path, capfd):
+    assert train(tmp_path, FOLDS, recipe) == 0
+    output = capfd.readouterr()
+    assert output.out == "True True True\n" and output.err == ""
+
+
+@pytest.mark.slow
+def test_second_model_that_comes_later_is_not_updated_with_a_scaled_loss(tmp_path, capfd):
+    assert train(tmp_path, BESIDE, "float16") == 0
+    output = capfd.readouterr()
+    assert output.out == "True\n"
+    assert "train.py trains several models, such as Linear, and" in output.err and output.err.count("\n") == 1

@@ -43,6 +43,7 @@ from hasten.utils.phase_timer import PhaseTimer
 
 current: Session | None = None  # of this process; ``hasten.attach`` looks for it
 ROOT_SEARCH_STEPS = 2  # in which the roots, the models that the script calls itself, are found by their first calls
+MAX_SEARCHES = 20  # for roots of later folds: a script may make a model in every step
 
 
 def start(directory: str) -> None:
@@ -63,6 +64,7 @@ class Session:
         self.block: dict[str, Any] | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
         self.warned: set[str] = set()  # what was printed once
+        self.searches, self.search_until = 1, ROOT_SEARCH_STEPS  # for roots; the step at which the last one ends
         self.code: CodeObserver | None = None
         self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
         self.composition: Any = None
@@ -135,7 +137,9 @@ class Session:
         steps = self.steps
         steps.on_first_backward, steps.on_backward = self._claim, self._after_backward
         steps.on_step, steps.on_stop = self._after_step, self._stop
+        steps.on_optimizer = self._after_new_optimizer
         if composition:
+            composition.refuse = self._refuse_models
             steps.wrap_backward = composition.wrap_backward
             if "optimizer" in acts_on:
                 steps.before_first_update(self._guarded(composition.first_step))
@@ -243,12 +247,32 @@ class Session:
             models.find_uncalled()
             if self.checkpoints is not None:
                 self.checkpoints.end_loading()
-        if count == ROOT_SEARCH_STEPS:
+        if count == self.search_until:
             models.stop_searching()
+            if self.composition:
+                self.composition.has_trained = True
         if self.wants_evaluation and len(models.evaluations) > self.evaluations_before:
             self.steps.remaining = 1
-        if count >= ROOT_SEARCH_STEPS and not self.wants_evaluation:
+        if count >= self.search_until and not self.wants_evaluation:
             self.steps.on_step = None
+
+    def _after_new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is made during the training may be for another model, as in a cross-validation."""
+        is_watched = self.composition is not None or self.spec["mode"] != "train"
+        if not self.steps.active or self.steps.count < ROOT_SEARCH_STEPS or not is_watched:
+            return
+        if self.composition:
+            self.composition.expected = optimizer
+        if self.searches < MAX_SEARCHES and not self.models.adopted:
+            self.searches += 1
+            self.search_until, self.steps.on_step = self.steps.count + ROOT_SEARCH_STEPS, self._after_step
+            self.models.search_again(optimizer)
+
+    def _refuse_models(self, error: Exception) -> None:
+        """Where methods that change gradients cannot know of which model they are."""
+        if self.spec["mode"] != "train":
+            self._fail(error)
+        self._warn_once(f"{_text(error)}; it does not act from here on")
 
     def _stop(self) -> None:
         """At the end of a step that the parent asked for: answers, and waits for the next request."""
