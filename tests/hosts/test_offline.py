@@ -61,3 +61,21 @@ from transformers import TrainingArguments
 print(TrainingArguments(output_dir="out", push_to_hub=True, report_to=[]).push_to_hub)
 """
     assert run(tmp_path, text).splitlines() == ["False"]
+
+
+def test_hugging_face_hub_gets_nothing_and_the_script_an_answer(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    text = """
+import os
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # where no server is
+import huggingface_hub
+from huggingface_hub import HfApi, upload_folder
+api = HfApi()
+print(api.create_repo("model", exist_ok=True).repo_id, api.create_repo("me/data", repo_type="dataset").repo_type)
+open("weights", "w").close()
+print(upload_folder(repo_id="me/model", folder_path=".").oid[:3])
+print(api.upload_file(path_or_fileobj="weights", path_in_repo="w", repo_id="me/model", run_as_future=True).result())
+print(huggingface_hub.create_commit("me/model", [], commit_message="epoch 3").commit_message)
+"""
+    url = f"http://127.0.0.1:9/me/model/commit/{'0' * 40}"
+    assert run(tmp_path, text).splitlines() == ["offline/model dataset", "000", url, "epoch 3"]

@@ -338,6 +338,33 @@ def test_writable_places_include_a_home_directory_below_one_of_the_system(monkey
     assert "/usr/share" in sandbox.writable_places()
 
 
+def write_to_system_places(project: Path, held: str) -> None:
+    name = f"hasten-test-{project.parent.name}"
+    with Sandbox.for_directory(project, places=sandbox.writable_places()) as box:
+        script = "".join(f"cd {place}; echo x > '{name}'; cat '{name}'; " for place in ("/dev/shm", "/var/tmp"))
+        script += f"cat {held or '/dev/null'}; "
+        script += f"echo heard > '{box.directory}/message'; df --output=size /dev/shm | tail -1"
+        result = shell(box, project, script)
+        assert (box.directory / "message").read_text() == "heard\n"
+    size = os.statvfs("/dev/shm")
+    lines = ["x", "x", *(["held"] if held else []), str(size.f_blocks * size.f_frsize // 1024)]
+    assert ([line.strip() for line in result.stdout.splitlines()], result.stderr) == (lines, "")
+    assert not Path(f"/dev/shm/{name}").exists() and not Path(f"/var/tmp/{name}").exists()
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("holds_data", [False, True])
+def test_shared_memory_and_var_tmp_are_covered(place, user, holds_data):
+    """Also where the sandbox itself lies in one of them, and where the user's data must be found."""
+    held = Path("/dev/shm", f"{place.name}-held".replace(" ", ""))
+    try:
+        if holds_data:
+            held.write_text("held\n")
+        as_user(user, write_to_system_places, place / "project", f"'{held}'" if holds_data else "")
+    finally:
+        held.unlink(missing_ok=True)
+
+
 def test_root_directory_and_missing_directory_are_refused(place):
     for path in ("/", place / "missing"):
         with pytest.raises(ConfigurationError, match="cannot isolate a trial in"), Sandbox.for_directory(path):

@@ -3,8 +3,10 @@
 SESSION = "HASTEN_HOST"  # environment variable: the directory of the session; also in inject/sitecustomize.py
 SPEC = "spec.json"  # what the session shall do
 STARTED = "started"  # exists once a Python process has imported the injected file; also in inject/sitecustomize.py
+BEGUN = "begun"  # exists once a session begins in a Python process, which has imported torch
 SOCKET = "socket"  # of the parent
 CLAIM = "claim"  # exists once a process trains
+CHECKED = "checked"  # exists once a process of a training for real has met all sites of its recipe
 RIVAL = "rival"  # with the id of another process that trains
 FAILURE = "failure"  # why the session ended the script
 RESUMED = "resumed"  # paths of the checkpoints from which the script resumes, a JSON list

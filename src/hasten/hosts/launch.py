@@ -14,11 +14,19 @@ from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.registry import make_methods
-from hasten.hosts.inside_files import STARTED
+from hasten.hosts.inside_files import BEGUN, ERROR, STARTED
 from hasten.hosts.process import NOT_LOADED, injected, write_spec
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.site_map import read_beside
 from hasten.utils.signals import handle_signals
+
+FORWARDED = (  # a scheduler sends them to the process that it started, for a checkpoint before its time is over
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 def check_train(script: ScriptRef, recipe: Recipe, recipe_file: str | None, processes: int) -> dict[str, Any] | None:
@@ -75,11 +83,21 @@ def train_script(script: ScriptRef, recipe: Recipe, device: str | None, sites: d
             subprocess.Popen(script.argv_under(recipe.methods), cwd=script.directory, env=environment) as process,
             # the terminal sends Ctrl-C to both: the script decides, and its code counts
             handle_signals(
-                (signal.SIGINT, signal.SIGTERM),
+                (signal.SIGINT, *FORWARDED),
                 lambda number, _: number != signal.SIGINT and process.send_signal(number),
             ),
         ):
             code = process.wait()
-        if recipe and not Path(directory, STARTED).exists():
-            warnings.warn(f"the recipe had no effect: the command {NOT_LOADED}", HastenWarning, stacklevel=2)
+        if recipe and (why := _why_unused(Path(directory))):
+            warnings.warn(f"the recipe had no effect: the command {why}", HastenWarning, stacklevel=2)
     return code if code >= 0 else 128 - code
+
+
+def _why_unused(directory: Path) -> str:
+    """Why the methods cannot have acted in the processes of the command; empty if a session has begun in one."""
+    if not (directory / STARTED).exists():
+        return NOT_LOADED
+    if (directory / ERROR).exists():
+        error = (directory / ERROR).read_text(encoding="utf-8", errors="replace")
+        return f"cannot run hasten in one of its processes: {error}"
+    return "" if (directory / BEGUN).exists() else "imports no torch"

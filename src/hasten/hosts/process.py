@@ -309,6 +309,7 @@ def write_spec(
     """
     spec = {
         "name": Path(script.file).name if script.file else script.name,
+        "file": script.file,
         "directory": script.directory,
         "methods": methods,
         "device": device_of(device, sites),

@@ -6,11 +6,11 @@
         process = subprocess.Popen(box.wrap(command), env=box.environment(os.environ), cwd=cwd)
 
 An overlay file system covers the working directory and every other place where programs write (``writable_places``:
-home directories, /tmp, data disks; not the system's own directories), in a mount namespace of the command alone: it
-reads the user's files and writes to a temporary layer. Every start of a wrapped command has a fresh layer, so a script
-that resumes from a checkpoint starts at step 0 each time. As root this takes a mount namespace, as an ordinary
-user a user namespace as well, in which the command keeps its user id. A warning names the places that no overlay
-can cover.
+home directories, /tmp, /var/tmp, /dev/shm, data disks; not the system's own directories), in a mount namespace of
+the command alone: it reads the user's files and writes to a temporary layer. Every start of a wrapped command has a
+fresh layer, so a script that resumes from a checkpoint starts at step 0 each time. As root this takes a mount
+namespace, as an ordinary user a user namespace as well, in which the command keeps its user id. A warning names the
+places that no overlay can cover.
 
 Where namespaces are not permitted, the command runs in a copy of its working directory. A copy protects what the
 command reaches by relative paths and by paths in its arguments and PYTHONPATH. It cannot protect directories outside,
@@ -25,6 +25,7 @@ whole, which takes time and disk space for a large one.
 import fcntl
 import functools
 import getpass
+import glob
 import os
 import shutil
 import stat
@@ -45,6 +46,7 @@ PREFIX = "hasten-sandbox-"
 INTERPRETER = sys.executable or "python3"
 ENTER = Path(__file__).with_name("enter_sandbox.py")
 NEVER_OVERLAID = ("/dev", "/proc", "/sys")  # devices and the kernel's files are no data of the user
+VAR_TMP, SHARED_MEMORY = "/var/tmp", "/dev/shm"  # where programs write below directories of the system
 OF_THE_SYSTEM = "bin boot dev etc lib lib32 lib64 libx32 lost+found nix proc run sbin snap sys usr var"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 MPS_PIPES = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # to the server that shares a GPU
@@ -71,7 +73,7 @@ class Sandbox:
     Attributes:
         cwd: Working directory of the command.
         directories: Directories whose content the command cannot change; none of them contains another.
-        directory: Temporary directory of this sandbox, outside of ``directories`` and removed at the end.
+        directory: Temporary directory of this sandbox, which they do not cover. It is removed at the end.
         shared: Directories below these that are no part of them: caches of compiled code, which all trials share.
         isolation: "overlay", or "copy" with the limits that the module's docstring states.
         obstacle: Why an overlay is not possible; empty if it is.
@@ -101,7 +103,7 @@ class Sandbox:
             raise ConfigurationError(f"cannot isolate a trial in {cwd}: it is not a directory")
         if cwd == "/":
             raise ConfigurationError("cannot isolate a trial in /; start the command in the directory of the script")
-        base = _base_outside(_outermost([cwd, *places]))
+        base = _base_outside(_outermost([cwd, *(place for place in places if place not in (VAR_TMP, SHARED_MEMORY))]))
         _remove_stale(base)
         with _locked_directory(base) as directory:
             yield _isolate(cwd, directory, places)
@@ -129,14 +131,14 @@ class Sandbox:
 
 
 def writable_places() -> list[str]:
-    """The directories at the top of the file system that programs write to: all but those of the system."""
+    """The directories that programs write to: all at the top of the file system but those of the system, and a few."""
     with os.scandir("/") as entries:
         found = [
             entry.path
             for entry in entries
             if entry.name not in OF_THE_SYSTEM.split() and entry.is_dir(follow_symlinks=False)
         ]
-    found.append(os.path.realpath(os.path.expanduser("~")))  # which may be below a directory of the system
+    found += map(os.path.realpath, (os.path.expanduser("~"), VAR_TMP, SHARED_MEMORY))  # below those of the system
     return sorted(path for path in found if os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) and path != "/")
 
 
@@ -145,7 +147,7 @@ def _isolate(cwd: str, directory: Path, places: Sequence[str]) -> Sandbox:
 
     def over(covered: Sequence[str]) -> Sandbox:
         directories = _outermost([cwd, *covered])
-        shared = [path for path in _caches() if _covers(directories, path)] if covered else []
+        shared = [path for path in (*_caches(), str(directory)) if _covers(directories, path)] if covered else []
         return Sandbox(cwd, directories, directory, tuple(shared))
 
     box = over(places)
@@ -184,14 +186,16 @@ def _caches() -> list[str]:
     """Directories that the trials share with each other and with the user: what is in them changes only their speed."""
     with suppress(OSError):
         os.makedirs(_inductor_cache(), exist_ok=True)
-    return [path for path in (_inductor_cache(), MPS_PIPES) if os.path.isdir(path)]
+    of_mps = [MPS_PIPES, *glob.glob(f"{SHARED_MEMORY}/cuda.*")] if os.path.isdir(MPS_PIPES) else []
+    return [path for path in (_inductor_cache(), *of_mps) if os.path.exists(path)]
 
 
 def _outermost(directories: list[str]) -> tuple[str, ...]:
     """The directories that lie in no other of them, in order; those of devices and of the kernel are left out."""
     outer: list[str] = []
     for directory in sorted(set(directories)):
-        if not any(_contains(parent, directory) for parent in (*outer, *NEVER_OVERLAID)):
+        never = () if _contains(SHARED_MEMORY, directory) else NEVER_OVERLAID
+        if not any(_contains(parent, directory) for parent in (*outer, *never)):
             outer.append(directory)
     return tuple(outer)
 

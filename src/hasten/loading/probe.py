@@ -22,9 +22,11 @@ def probed(indices: Sequence[int]) -> list[int]:
 def probe_samples(spec: LoaderSpec, seed: int = 0, indices: list[int] | None = None) -> list[Any]:
     """The samples with these indices, read in this process with every random generator started from ``seed``.
 
-    Without ``indices`` up to 32, spread evenly over the dataset.
+    Without ``indices`` up to 32, spread evenly over the dataset; none of an empty one.
     """
     wanted = probed(range(len(spec.dataset))) if indices is None else indices
+    if not wanted:
+        return []
     one_batch = dataclasses.replace(spec, batch_sampler=lambda epoch: [wanted], length=1, collate=list, loader=None)
     in_this_process = dataclasses.replace(one_batch, num_workers=0, pin_memory=False)
     return next(iter(spec.build(in_this_process).epoch(seed, 0)))

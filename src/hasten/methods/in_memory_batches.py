@@ -184,6 +184,8 @@ class InMemoryBatches(Method):
             return "the task has its own collate function"
         if tensors := contiguous_tensors(spec.dataset):
             return self._lack_of_memory(sum(tensor.nbytes for tensor in tensors) / 1e9, run) if on_gpu else ""
+        if not len(spec.dataset):
+            return "there are no samples"
         if not is_deterministic(spec):
             return "the samples are random: they differ each time they are read"
         try:

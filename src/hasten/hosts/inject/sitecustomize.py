@@ -31,14 +31,16 @@ class TorchFinder:
     """A finder that calls ``start_session`` once torch is imported, and then is gone."""
 
     def find_spec(self, name, path=None, target=None):
-        """The spec of torch, with a loader that calls ``start_session`` at its end; None for any other module."""
+        """The spec of torch, with a loader that calls ``start_session`` at its end; None for any other module.
+
+        The finder stays, since a package may ask for the spec only to see whether torch is installed.
+        """
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target)
+            spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = TorchLoader(spec.loader)  # pyright: ignore[reportAttributeAccessIssue]
+                spec.loader = TorchLoader(spec.loader, self)  # pyright: ignore[reportAttributeAccessIssue]
                 return spec
         return None
 
@@ -46,8 +48,8 @@ class TorchFinder:
 class TorchLoader:
     """Loads torch as its own loader does, puts that one back, and starts the session."""
 
-    def __init__(self, loader):
-        self.loader = loader
+    def __init__(self, loader, finder):
+        self.loader, self.finder = loader, finder
 
     def create_module(self, spec):
         return self.loader.create_module(spec)
@@ -55,7 +57,9 @@ class TorchLoader:
     def exec_module(self, module):
         module.__loader__ = module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        start_session()
+        if self.finder in sys.meta_path:  # else torch was loaded before, by another spec
+            sys.meta_path.remove(self.finder)
+            start_session()
 
     def __getattr__(self, name):
         return getattr(self.loader, name)

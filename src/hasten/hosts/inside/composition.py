@@ -10,7 +10,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from weakref import proxy
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import nn
@@ -64,8 +64,12 @@ class Composition:
         self.hooks = {hook for method in self.methods for hook in hooks_of(method)}
         self.context = ExitStack()  # never closed: the process ends with the run
         self.sets_threads = False  # to another number than the script
-        self.updates: dict[int, Callable[[], Any]] = {}  # by optimizer: what its step calls
+        self.updates: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()  # what an optimizer's step calls
         self.update: Callable[[], Any] = _nothing  # the optimizer's own step that is called now
+        self.has_trained = self.is_later = False  # whether roots are searched no more; whether run.model came later
+        self.expected: Optimizer | None = None  # was made later, and has not been checked
+        self.gave_up = self.changed_loss = False  # to act on gradients; whether the last backward pass was changed
+        self.refuse: Callable[[Exception], None] = _raise  # what happens where it gives up
 
     def fold(self, hook: str, thing: Any) -> Any:
         """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
@@ -104,11 +108,11 @@ class Composition:
     def wrap_call(self, root: nn.Module, call_of_root: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The call of a root under the methods, which may also change the root in place. Called once for each root."""
         run = self.run
-        if run.model is not None and STEP_HOOKS & self.hooks:
-            raise ConfigurationError(
-                f"{self.owner} trains several models ({type(run.model).__name__}, {type(root).__name__}), and a method "
-                "that changes gradients needs to know which of them; leave it out"
-            )
+        if run.model is not None and STEP_HOOKS & self.hooks and not self.has_trained:
+            raise self._several_models(root)
+        if self.has_trained:  # the one before is that of an earlier fold; what was made for it must not keep it alive
+            self.is_later, run.optimizer = True, None
+            self.updates.clear()
         run.model = run.unwrapped_model = root
         run.device = next((parameter.device for parameter in root.parameters()), run.device)
         if self.fold("model", root) is not root:
@@ -135,11 +139,17 @@ class Composition:
         if "backward" not in self.hooks:
             return original
         options: dict[str, Any] = {}
-        under_methods = self.fold("backward", lambda loss: original(loss, **options))
+        model: Any = self  # for which the methods were asked; None is one that is not called as a whole
+        under_methods = original
 
         def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if args:
+            nonlocal model, under_methods
+            self.changed_loss = not args and self._acts_on_gradients()
+            if not self.changed_loss:
                 return original(loss, *args, **kwargs)
+            if model is not self.run.model:
+                model = self.run.model
+                under_methods = self.fold("backward", lambda loss: original(loss, **options))
             options.clear()
             options.update(kwargs)
             return under_methods(loss)
@@ -172,13 +182,32 @@ class Composition:
         """The update of an optimizer under the methods; ``update`` is the optimizer's own step."""
         if self.run.model is None:  # not called as a whole: there is nothing that the methods were built for
             return update()
-        if id(optimizer) not in self.updates:
+        if self.is_later and optimizer not in self.updates:
+            self.expected = optimizer
+        if not self._acts_on_gradients():  # gradients of a changed loss are left out, as those that overflow
+            return None if self.changed_loss else update()
+        if optimizer not in self.updates:
             self.run.optimizer = optimizer
             transform = self.fold("grad_transform", _nothing)
             step = self.fold("optimizer_step", partial(self._call_update))
-            self.updates[id(optimizer)] = partial(_both, transform, step)
+            self.updates[optimizer] = partial(_both, transform, step)
         self.update = update
-        return self.updates[id(optimizer)]()
+        return self.updates[optimizer]()
+
+    def _acts_on_gradients(self) -> bool:
+        """Whether the hooks of a step act: no more once a later optimizer trains something else than ``run.model``."""
+        optimizer, self.expected = self.expected, None
+        if not self.gave_up and optimizer is not None and not _trains_only(optimizer, self.run.model):
+            self.gave_up = True
+            self.refuse(self._several_models())
+        return not self.gave_up
+
+    def _several_models(self, other: nn.Module | None = None) -> ConfigurationError:
+        names = ", ".join(type(one).__name__ for one in (self.run.model, other) if one is not None)
+        return ConfigurationError(
+            f"{self.owner} trains several models, such as {names}, and a method that changes gradients needs to know "
+            "which of them; leave it out"
+        )
 
     def _call_update(self) -> None:
         self.update()
@@ -209,6 +238,17 @@ class Composition:
 def _both(transform: Callable[[], None], step: Callable[[], None]) -> None:
     transform()
     step()
+
+
+def _trains_only(optimizer: Optimizer, model: nn.Module | None) -> bool:
+    """Whether all parameters of an optimizer belong to the model; it is None where methods were built for none."""
+    own = None if model is None else {id(parameter) for parameter in model.parameters()}
+    groups = getattr(optimizer, "param_groups", ())  # not of an optimizer of Keras
+    return own is None or all(id(parameter) in own for group in groups for parameter in group["params"])
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _identity(inputs: Any) -> Any:

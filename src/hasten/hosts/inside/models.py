@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -44,7 +45,7 @@ class ModelSeam:
     def __init__(self, sites: Sites, phases: PhaseTimer, steps: StepSeam, wrap: WrapCall | None = None):
         self.sites, self.phases, self.steps, self.wrap = sites, phases, steps, wrap
         self.roots: list[nn.Module] = []
-        self.known: set[int] = set()
+        self.known: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by id
         self.attached: set[int] = set()  # ids of the roots that the script has named
         self.adopted: dict[int, Callable[..., Any]] = {}  # what a framework calls in place of a root
         self.evaluated_seconds, self.evaluations = 0.0, list[tuple[int, float]]()
@@ -54,11 +55,24 @@ class ModelSeam:
         self.ended = 0.0  # of its last call
         self.inside = False
         self.is_symbolic: Callable[[Any, Any], bool] = lambda args, kwargs: False  # of a call that computes nothing
-        self.original = patch_module_call(self._first_calls())
+        self.wanted: set[int] | None = None  # ids of the parameters of which a later root must have some
+        self.replaces_roots = False  # whether the next root takes the place of those so far
+        self.first_call = self._first_calls()
+        self.original = patch_module_call(self.first_call)
 
     def stop_searching(self) -> None:
         """Gives ``nn.Module`` its own call back: from here on, no further root is found by its calls."""
         patch_module_call(self.original)
+        self.wanted = set()
+
+    def search_again(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks for the model of an optimizer that was made in the middle of a training, as for each fold of several.
+
+        It takes the place of the roots so far, which must not be kept alive.
+        """
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.wanted, self.replaces_roots = (self.wanted or set()) | parameters, True
+        patch_module_call(self.first_call)
 
     def on_backward(self) -> None:
         """Called after every outermost backward pass."""
@@ -70,7 +84,7 @@ class ModelSeam:
         outermost = [part for module in _outermost_modules() for part in self._without_roots(module)]
         for module in outermost:
             if id(module) not in self.known and any(p.grad is not None for p in module.parameters()):
-                self.known.add(id(module))
+                self.known[id(module)] = module
                 self.roots.append(module)
                 self.sites.note("models", module, called=False)
 
@@ -101,7 +115,7 @@ class ModelSeam:
         """Takes a root whose framework does not call it, but its method ``step``, for a training step."""
         self.stop_searching()
         if id(root) not in self.known:
-            self.known.add(id(root))
+            self.known[id(root)] = root
             self.roots.append(root)
             self.sites.note("models", root, called=True)
             call = getattr(root, step)
@@ -111,7 +125,9 @@ class ModelSeam:
             root.__dict__[step] = self.adopted[id(root)]
 
     def _consider(self, module: nn.Module) -> None:
-        self.known.add(id(module))
+        if self.wanted is not None and not any(id(parameter) in self.wanted for parameter in module.parameters()):
+            return
+        self.known[id(module)] = module
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return
         if any(module is root for root in _outermost_modules()) and not self._contains_attached(module):
@@ -121,12 +137,17 @@ class ModelSeam:
         """Takes a module that the script names, whatever it is a part of."""
         self.attached.add(id(module))
         if not any(module is root for root in self.roots):  # known are also those that were called and rejected
-            self.known.add(id(module))
+            self.known[id(module)] = module
             self._take(module)
 
     def _take(self, module: nn.Module) -> None:
+        if self.replaces_roots:
+            self.roots.clear()
+            self.replaces_roots = False
         self.roots.append(module)
-        self.sites.note("models", module, called=True)
+        lines = [entry["site"].rpartition("#")[0] for entry in self.sites.records.get("models", ())]
+        if self.sites.early or self.sites.line() not in lines:  # the models of all folds are one in the code
+            self.sites.note("models", module, called=True)
         call = self.wrap(module, lambda: get_module_call(module)) if self.wrap else get_module_call(module)
         set_module_call(module, self._told_apart(module, call))
 

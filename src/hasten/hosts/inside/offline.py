@@ -9,6 +9,10 @@ from functools import wraps
 from typing import Any
 
 REMOTE = ("http://", "https://", "databricks")  # how the address of an MLflow server begins
+COMMITS = ("create_commit", "upload_file", "upload_folder", "upload_large_folder", "delete_file", "delete_folder")
+CHANGES = ("preupload_lfs_files", "create_branch", "create_tag", "delete_repo")  # without an answer
+REPO_TYPES = {"dataset": "datasets/", "space": "spaces/"}  # in a URL; a model has none
+NO_COMMIT = "0" * 40
 
 
 def keep_wandb_offline(module: Any) -> None:
@@ -60,9 +64,33 @@ def keep_trainer_offline(module: Any) -> None:
     module.TrainingArguments.__post_init__ = post_init
 
 
+def keep_hub_offline(module: Any) -> None:
+    """``module`` is ``huggingface_hub.hf_api``: nothing is uploaded, and the script gets the answers of success."""
+
+    def create_repo(api: Any, repo_id: str, *args: Any, repo_type: str | None = None, **kwargs: Any) -> Any:
+        name = repo_id if "/" in repo_id else f"offline/{repo_id}"  # the name of the user is known to the server
+        return module.RepoUrl(f"{api.endpoint}/{REPO_TYPES.get(repo_type, '')}{name}", api.endpoint)
+
+    def commit(api: Any, repo_id: str, *args: Any, commit_message: str | None = None, **kwargs: Any) -> Any:
+        url = f"{create_repo(api, repo_id, repo_type=kwargs.get('repo_type'))}/commit/{NO_COMMIT}"
+        answer = module.CommitInfo(url, commit_message or "", "", NO_COMMIT)
+        return api.run_as_future(lambda: answer) if kwargs.get("run_as_future") else answer
+
+    answers = {"create_repo": create_repo, **dict.fromkeys(COMMITS, commit), **dict.fromkeys(CHANGES, _nothing)}
+    for name, answer in answers.items():
+        setattr(module.HfApi, name, answer)
+        if name in vars(module):  # the same as a function
+            setattr(module, name, getattr(module.api, name))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 WATCHED: Mapping[str, Callable[[Any], None]] = {
     "wandb.sdk.wandb_init": keep_wandb_offline,
     "mlflow.tracking._tracking_service.utils": keep_mlflow_offline,
     "trackio": keep_trackio_offline,
     "transformers.training_args": keep_trainer_offline,
+    "huggingface_hub.hf_api": keep_hub_offline,
 }

@@ -36,18 +36,20 @@ from hasten.hosts.inside.offline import WATCHED as OFFLINE
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside.threads import threads_of, watch_threads
-from hasten.hosts.inside_files import CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
+from hasten.hosts.inside_files import BEGUN, CHECKED, CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
 from hasten.hosts.metric_loggers import WATCHED as TRACKERS
 from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
 
 current: Session | None = None  # of this process; ``hasten.attach`` looks for it
 ROOT_SEARCH_STEPS = 2  # in which the roots, the models that the script calls itself, are found by their first calls
+MAX_SEARCHES = 20  # for roots of later folds: a script may make a model in every step
 
 
 def start(directory: str) -> None:
     """Begins a session as ``spec.json`` in ``directory`` describes it; see ``write_spec`` in ``hosts/process.py``."""
     global current
+    Path(directory, BEGUN).touch()
     current = Session(Path(directory), json.loads(Path(directory, SPEC).read_text(encoding="utf-8")))
 
 
@@ -61,11 +63,16 @@ class Session:
         self.connection: Any = None
         self.block: dict[str, Any] | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
+        self.warned: set[str] = set()  # what was printed once
+        self.searches, self.search_until = 1, ROOT_SEARCH_STEPS  # for roots; the step at which the last one ends
         self.code: CodeObserver | None = None
         self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
         self.composition: Any = None
+        self.trains_without = ""  # reason why the recipe is not for this process
+        if spec["mode"] == "train" and spec["sites"]:
+            self.trains_without = self._other_main(spec["sites"].get("main"))
         try:
-            if spec["methods"]:
+            if spec["methods"] and not self.trains_without:
                 self.composition = self._compose()
         except Exception as error:
             self._fail(error)
@@ -92,6 +99,16 @@ class Session:
         ImportFinder(*({name: self._guarded(watch) for name, watch in one.items()} for one in watchers))
         atexit.register(self._finish)
 
+    def _other_main(self, known: str | None) -> str:
+        """Why the recipe is not for this process: it runs another file of the command than the one of the search.
+
+        Empty if it does not, if the command names the file, or if this program was given the file to run it.
+        """
+        main, given = self.sites.main(), [self.sites.relative(os.path.abspath(one)) for one in sys.argv]
+        own = self.sites.relative(os.path.abspath(self.spec["file"])) if self.spec["file"] else None
+        is_other = None not in (main, known) and known not in (main, *given) and main != own
+        return f"the recipe was found with {known}; {main} trains without it" if is_other else ""
+
     def _compose(self) -> Any:
         from hasten.core.recipe import Recipe  # a watched script needs none of these
         from hasten.engine.registry import make_methods
@@ -112,41 +129,53 @@ class Session:
         watch_threads(self.sites, bool(composition) and composition.sets_threads)
         acts_on = composition.hooks if composition else set()
         self.steps = StepSeam(self.sites, self.phases)
-        self.models = ModelSeam(
-            self.sites, self.phases, self.steps, self._guarded(composition.wrap_call) if composition else None
-        )
+        wrap_call = self._guarded(composition.wrap_call, _call_of_root) if composition else None
+        self.models = ModelSeam(self.sites, self.phases, self.steps, wrap_call)
         roles = {entry["site"]: entry["role"] for entry in known.get("loaders", ())}
         source_of = self._guarded(composition.source_of) if "data" in acts_on else None
         self.loaders = LoaderSeam(self.sites, self.phases, source_of, roles)
         steps = self.steps
         steps.on_first_backward, steps.on_backward = self._claim, self._after_backward
         steps.on_step, steps.on_stop = self._after_step, self._stop
+        steps.on_optimizer = self._after_new_optimizer
         if composition:
+            composition.refuse = self._refuse_models
             steps.wrap_backward = composition.wrap_backward
             if "optimizer" in acts_on:
                 steps.before_first_update(self._guarded(composition.first_step))
             if composition.wraps_updates:
                 steps.wrap_update = composition.update_with
 
-    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function; an error of it is hasten's or a method's and must not become one of the script."""
+    def _guarded(self, function: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function; an error of it is hasten's or a method's and must not become one of the script.
+
+        A training for real that has made steps is not lost to it: it continues with what ``instead`` returns, or
+        None: both leave what the script has made as it is.
+        """
 
         def guarded(*args: Any) -> Any:
             try:
                 return function(*args)
             except Exception as error:
-                self._fail(error)
+                if self.spec["mode"] != "train" or not self.steps.count:
+                    self._fail(error)
+                self._warn_once(f"{_text(error)}; {self.sites.line()} continues without this method")
+                return instead(*args) if instead else None
 
         return guarded
 
+    def _warn_once(self, text: str) -> None:
+        """In a training for real: one line on standard error, once for each text."""
+        if text not in self.warned:
+            self.warned.add(text)
+            print(f"hasten: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
     def _fail(self, error: Exception) -> NoReturn:
         """Ends the process; the reason goes to the parent, or to standard error in a training for real."""
-        refused = type(error).__name__ == "ConfigurationError"
-        text = str(error) if refused or type(error).__name__ == "RunError" else f"{type(error).__name__}: {error}"
         if self.spec["mode"] == "train":
-            print(f"hasten: {text}", file=sys.stderr)
-        else:
-            (self.directory / FAILURE).write_text(json.dumps({"text": text, "refused": refused}))
+            self._fail_with(_text(error))
+        failure = {"text": _text(error), "refused": type(error).__name__ == "ConfigurationError"}
+        (self.directory / FAILURE).write_text(json.dumps(failure))
         os._exit(2)
 
     def _note_arguments(self, parsed: Any) -> None:
@@ -218,12 +247,32 @@ class Session:
             models.find_uncalled()
             if self.checkpoints is not None:
                 self.checkpoints.end_loading()
-        if count == ROOT_SEARCH_STEPS:
+        if count == self.search_until:
             models.stop_searching()
+            if self.composition:
+                self.composition.has_trained = True
         if self.wants_evaluation and len(models.evaluations) > self.evaluations_before:
             self.steps.remaining = 1
-        if count >= ROOT_SEARCH_STEPS and not self.wants_evaluation:
+        if count >= self.search_until and not self.wants_evaluation:
             self.steps.on_step = None
+
+    def _after_new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is made during the training may be for another model, as in a cross-validation."""
+        is_watched = self.composition is not None or self.spec["mode"] != "train"
+        if not self.steps.active or self.steps.count < ROOT_SEARCH_STEPS or not is_watched:
+            return
+        if self.composition:
+            self.composition.expected = optimizer
+        if self.searches < MAX_SEARCHES and not self.models.adopted:
+            self.searches += 1
+            self.search_until, self.steps.on_step = self.steps.count + ROOT_SEARCH_STEPS, self._after_step
+            self.models.search_again(optimizer)
+
+    def _refuse_models(self, error: Exception) -> None:
+        """Where methods that change gradients cannot know of which model they are."""
+        if self.spec["mode"] != "train":
+            self._fail(error)
+        self._warn_once(f"{_text(error)}; it does not act from here on")
 
     def _stop(self) -> None:
         """At the end of a step that the parent asked for: answers, and waits for the next request."""
@@ -445,9 +494,18 @@ class Session:
         return {"tensors": len(tensors), "steps": self.steps.count}
 
     def _check_sites(self) -> None:
-        """In a training for real, after its first step: what the recipe was found for must be there."""
-        missing = missing_sites(self.spec["sites"] or {}, self.sites.records)
-        if missing:
+        """In a training for real, after its first step: what the recipe was found for must be there.
+
+        A process that comes after one with all sites is another stage of the command, and continues.
+        """
+        if self.trains_without:
+            return self._warn_once(self.trains_without)
+        missing, checked = missing_sites(self.spec["sites"] or {}, self.sites.records), self.directory / CHECKED
+        if not missing:
+            checked.touch()
+        elif checked.exists():
+            self._warn_once(f"{missing}; {self.sites.main()} trains with a recipe that was not tuned for it")
+        else:
             self._fail_with(
                 f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites"
             )
@@ -464,6 +522,17 @@ class Session:
         print(f"hasten: {text}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(2)
+
+
+def _text(error: Exception) -> str:
+    """What an error says; those of hasten are complete sentences."""
+    name = type(error).__name__
+    return str(error) if name in ("ConfigurationError", "RunError") else f"{name}: {error}"
+
+
+def _call_of_root(root: torch.nn.Module, call_of_root: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """The call of a root without methods."""
+    return call_of_root()
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

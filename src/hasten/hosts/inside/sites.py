@@ -77,16 +77,17 @@ class Sites:
             if package == "hasten" and not name.startswith(__package__ or "hasten.hosts.inside"):
                 return None
             if package not in (*HIDDEN, "hasten"):
-                return f"{self._relative(frame.f_code.co_filename)}:{frame.f_lineno}"
+                return f"{self.relative(frame.f_code.co_filename)}:{frame.f_lineno}"
             frame = frame.f_back
         return None
 
     def main(self) -> str | None:
         """The file of the module that runs, also if it was started by its name; None if there is none."""
         file = getattr(sys.modules.get("__main__"), "__file__", None)
-        return self._relative(file) if file else None
+        return self.relative(file) if file else None
 
-    def _relative(self, file: str) -> str:
+    def relative(self, file: str) -> str:
+        """The path of a file from the directory of the sites; absolute if it lies outside."""
         path = os.path.relpath(file, self.directory) if os.path.isabs(file) else file
         return os.path.abspath(file) if path.startswith("..") else path
 

@@ -51,6 +51,7 @@ class StepSeam:
         self.last_ended: float | None = None  # time of the end of the last step
         nothing: Callable[[], None] = _nothing
         self.on_first_backward = self.on_backward = self.on_stop = nothing
+        self.on_optimizer: Callable[[Optimizer], None] = lambda optimizer: None  # that the script has made
         self.on_step: Callable[[], None] | None = None  # called after every step, while there is something to do
         self.wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda backward: backward
         self.wrap_update: Callable[[Optimizer, Callable[[], Any]], Any] | None = None
@@ -133,7 +134,8 @@ class StepSeam:
             original(optimizer, *args, **kwargs)
             self.counts.pop(id(optimizer), None)  # of an optimizer that is gone
             self.has_optimizer = True
-            self.sites.note("optimizers", optimizer)
+            if self.sites.note("optimizers", optimizer) is not None:
+                self.on_optimizer(optimizer)
             step = type(optimizer).step
             if self.wrap_update is not None and not hasattr(step, "under_methods"):
                 type(optimizer).step = self._updating(step, self.wrap_update)
