@@ -155,7 +155,7 @@ def test_worker_of_the_users_loader_flushes_with_the_method_only(start, methods)
 
 def test_persistent_worker_of_a_resumed_run_flushes(monkeypatch):
     """This process does not flush, so that a forked worker inherits as little as a spawned one."""
-    monkeypatch.setattr("hasten.utils.denormals.flushes_denormals", lambda: True)
+    monkeypatch.setattr("hasten.engine.loaders.flushes_denormals", lambda: True)
     loader = DataLoader(Planted(), num_workers=1, persistent_workers=True)
     assert survived_in_batches(task(loader), [], epoch=1) == [0.0, 0.0]
 

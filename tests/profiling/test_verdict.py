@@ -2,9 +2,12 @@
 
 import pytest
 
+from hasten.profiling import diagnose as diagnosis
 from hasten.profiling.ceilings import Ceilings
+from hasten.profiling.drift import Drift, Stretch
 from hasten.profiling.step_profile import StepProfile
 from hasten.profiling.verdict import is_launch_bound, possible_gains, verdict_of
+from hasten.testing.tasks import perceptron
 
 PHASES = {"input": 0.02, "copy": 0.01, "forward": 0.35, "backward": 0.5, "grad_transform": 0.0}
 PHASES |= {"optimizer_step": 0.05, "evaluation": 0.02, "logging": 0.05}
@@ -85,3 +88,15 @@ def test_system_time_beside_a_gpu_is_no_gain_of_an_allocator(device, gain):
 def test_seconds_per_run_with_seconds_of_all_steps_adds_start_and_evaluations(of_steps, seconds):
     plan = {"steps": 100, "epochs": 1, "samples_per_epoch": 800, "batch_size": 8, "start": 2.0, "evaluate_every": None}
     assert profile(plan=plan, evaluation=0.5).seconds_per_run(of_steps) == pytest.approx(seconds)
+
+
+def test_diagnose_of_a_training_that_slows_down_predicts_the_seconds_of_all_stretches(monkeypatch):
+    plan = {"steps": 100, "epochs": 1, "samples_per_epoch": 800, "batch_size": 8, "start": 2.0, "evaluate_every": None}
+    plan |= {"step": 0.01, "peak_memory": [{"resident": 1}]}
+    row = {"denormal": {}, "values": {}, "rss": 0}
+    rows = [Stretch(step=10, seconds_per_step=0.01, **row), Stretch(step=20, seconds_per_step=0.05, **row)]
+    monkeypatch.setattr(diagnosis, "profile_steps", lambda *_, **__: profile("cpu", plan=plan))
+    monkeypatch.setattr(diagnosis, "measure_drift", lambda *_, **__: Drift(rows, not_measured="out of memory"))
+    found = diagnosis.diagnose(perceptron(), budget=1.0, device="cpu")
+    assert found["seconds_per_run"] == pytest.approx(2.0 + 10 * 0.01 + 90 * 0.05)
+    assert found["not_measured"] == {"drift": "out of memory"} and len(found["drift"]["rows"]) == 2

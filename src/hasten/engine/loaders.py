@@ -20,7 +20,7 @@ from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.core.types import Batch
 from hasten.distributed.batch_sharding import BatchIndices
-from hasten.utils.denormals import flushes_denormals, flushing_workers
+from hasten.utils.denormals import flushes_denormals
 from hasten.utils.graph_batch import collate_of, set_epoch
 from hasten.utils.rng import derive_seed, preserve_rng_state, seeded_rng
 
@@ -140,8 +140,14 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
 
 def _start(loader: Any) -> Iterator[Batch]:
     """``iter(loader)``, whose workers flush denormal numbers if this process does, also if they are spawned."""
-    with flushing_workers(loader):
+    init = loader.worker_init_fn
+    if not flushes_denormals():
         return iter(loader)
+    loader.worker_init_fn = partial(_init_worker, init, True)
+    try:
+        return iter(loader)
+    finally:
+        loader.worker_init_fn = init
 
 
 def from_iterable_dataset(data: Iterable[Any], batch_size: int | None, training: bool, seed: int) -> BatchSource:

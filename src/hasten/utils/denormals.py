@@ -1,9 +1,6 @@
 """Denormal numbers: float32 values below 1.2e-38, with which x86 cores compute up to a hundred times slower."""
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
@@ -39,27 +36,6 @@ def set_flush_denormals(flush: bool) -> bool:
     if torch.get_num_threads() > 1:  # else there are none, or the threads of a process that this one was forked from
         end_intra_op_threads()
     return is_set
-
-
-@contextmanager
-def flushing_workers(loader: Any) -> Generator[None]:
-    """Context manager: workers that a DataLoader starts inside flush if this thread does, also if they are spawned."""
-    if not flushes_denormals():
-        yield
-        return
-    init = loader.worker_init_fn
-    loader.worker_init_fn = partial(_flush_in_worker, init)
-    try:
-        yield
-    finally:
-        loader.worker_init_fn = init
-
-
-def _flush_in_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """``worker_init_fn`` of a DataLoader: flushes denormal numbers, then calls the user's ``init``."""
-    torch.set_flush_denormal(True)
-    if init is not None:
-        init(worker)
 
 
 def count_denormals(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:

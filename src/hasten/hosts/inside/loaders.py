@@ -17,7 +17,6 @@ from hasten._torch_compat import patch_loader_iterator, patch_next_batch, swap_p
 from hasten.core.data import BatchSource
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.batch import batch_size
-from hasten.utils.denormals import flushing_workers
 from hasten.utils.phase_timer import PhaseTimer
 
 TRAINING, EVALUATION = "training", "evaluation"  # roles of a loader
@@ -91,19 +90,12 @@ class LoaderSeam:
             if record is None or self.sites.line() is None:  # made, or read, by hasten itself
                 return original(loader)
             source = self._source(loader, record)
-            made = self._own_iterator(original, loader) if source is None else BatchIterator(source, self, loader)
+            made = original(loader) if source is None else BatchIterator(source, self, loader)
             made.hasten_record = record
             self.by_site[record["site"]] = loader
             return made
 
         return iterator
-
-    def _own_iterator(self, original: Callable[[Any], Any], loader: Any) -> Any:
-        """The iterator that torch makes. Under a recipe its workers treat denormal numbers as this process does."""
-        if self.source_of is None:
-            return original(loader)
-        with flushing_workers(loader):
-            return original(loader)
 
     def iterate(self, batches: AttachedBatches) -> Iterator[Any]:
         """The batches of an epoch of an iterable that is no DataLoader."""
