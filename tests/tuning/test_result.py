@@ -45,4 +45,8 @@ LEFT_OUT = {"what": "methods that change", "verdict": "not tried", "why": "--bud
     ],
 )
 def test_reason_of_no_improvement_names_what_the_budget_has_left_out(trials, why):
-    assert why in _why_nothing_is_faster(trials)
+    assert why in _why_nothing_is_faster(trials, is_partial=False)
+
+
+def test_reason_of_a_search_that_has_not_ended_claims_no_result():
+    assert "has not ended" in _why_nothing_is_faster([], is_partial=True)
