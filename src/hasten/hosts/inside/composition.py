@@ -111,7 +111,8 @@ class Composition:
         if run.model is not None and STEP_HOOKS & self.hooks and not self.has_trained:
             raise self._several_models(root)
         if self.has_trained:  # the one before is that of an earlier fold; what was made for it must not keep it alive
-            self.is_later, run.optimizer = True, None
+            earlier: Any = run
+            self.is_later, earlier.optimizer = True, None
             self.updates.clear()
         run.model = run.unwrapped_model = root
         run.device = next((parameter.device for parameter in root.parameters()), run.device)

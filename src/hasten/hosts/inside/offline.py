@@ -69,7 +69,7 @@ def keep_hub_offline(module: Any) -> None:
 
     def create_repo(api: Any, repo_id: str, *args: Any, repo_type: str | None = None, **kwargs: Any) -> Any:
         name = repo_id if "/" in repo_id else f"offline/{repo_id}"  # the name of the user is known to the server
-        return module.RepoUrl(f"{api.endpoint}/{REPO_TYPES.get(repo_type, '')}{name}", api.endpoint)
+        return module.RepoUrl(f"{api.endpoint}/{REPO_TYPES.get(repo_type or '', '')}{name}", api.endpoint)
 
     def commit(api: Any, repo_id: str, *args: Any, commit_message: str | None = None, **kwargs: Any) -> Any:
         url = f"{create_repo(api, repo_id, repo_type=kwargs.get('repo_type'))}/commit/{NO_COMMIT}"
