@@ -228,7 +228,7 @@ def write(directory: Path, result: Any) -> None:
     atomic_write(directory / "result.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
 
 
-def _why(study: Study, state: SearchState, is_partial: bool) -> str:
+def _why(study: Study, state: SearchState, is_partial: bool = False) -> str:
     confirmation, winner, chosen = state.confirmation, state.winner, state.chosen
     if winner and state.winner_is_faster_in_one_process:
         return (
