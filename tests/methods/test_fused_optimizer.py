@@ -81,7 +81,7 @@ def test_checkpoint_of_a_fused_run_holds_the_options_and_the_memory_format_of_th
     saved = optimizer.state_dict()
     assert [group["fused"] for group in saved["param_groups"]] == [None, None]
     assert saved["state"][0]["exp_avg"].is_contiguous() and not optimizer.state[parameter]["exp_avg"].is_contiguous()
-    assert all(group["fused"] for group in optimizer.param_groups), "the run itself goes on with the fused kernels"
+    assert all(group["fused"] for group in optimizer.param_groups), "the run itself continues with the fused kernels"
 
 
 class AdamSubclass(torch.optim.Adam):
