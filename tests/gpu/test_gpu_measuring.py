@@ -43,6 +43,7 @@ task = TaskRef.of("digits").to_json()
 with Worker("hasten.benchmarking.arm:Arm", task=task, methods={}, device="cuda", seed=0) as arm:
     print(arm.call("build")["step"])
 """
+STEPS = 10  # all of their operations fit into the queue of a GPU, about a thousand
 CYCLES_PER_MS = 1_000_000  # of torch.cuda._sleep, about; the test measures it
 
 
@@ -81,11 +82,14 @@ def cycles_per_ms() -> float:
 
 def test_phase_timer_finds_a_planted_forward_pass():
     """Step 7: 10 ms of 10 ms and a little."""
-    task = tasks.perceptron(model=lambda: Sleeping(round(10 * cycles_per_ms())))
+    data = tasks.Labeled(
+        (12,), 16_000
+    )  # in an epoch that is longer than the block: the host reads the losses at its end
+    task = tasks.perceptron(model=lambda: Sleeping(round(10 * cycles_per_ms())), train_data=data)
     probe = Probe(TaskRef.of(task), {import_path(TimePhases): {}}, "cuda", 0)
     probe.build()
-    block = probe.timed_block(50)
-    assert block["phases"]["forward"] / 50 == pytest.approx(0.010, rel=0.05)
+    block = probe.timed_block(STEPS)
+    assert block["phases"]["forward"] / STEPS == pytest.approx(0.010, rel=0.05)
     assert block["issue_seconds"] < 0.5 * block["seconds"], "the host is far ahead of the GPU"
 
 

@@ -1,5 +1,7 @@
 """Methods that are for NVIDIA GPUs: they act, and say by what; docs/gpu.md lists the steps that these tests are."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import islice
 
@@ -32,7 +34,6 @@ def evidence(task, recipe: str) -> dict[str, str]:
     ("recipe", "task", "text"),
     [
         ("cudnn_benchmark", tasks.convolutional, "convolutions by measurement"),
-        ("expandable_segments", tasks.perceptron, "segments of GPU memory can grow"),
         ("in_memory_batches:place=device", tasks.perceptron, "samples in memory of the GPU"),
         ("sdpa:kernel=efficient", tasks.transformer, "_scaled_dot_product_efficient_attention"),
         ("bfloat16 + sdpa:kernel=flash", tasks.transformer, "_scaled_dot_product_flash_attention"),
@@ -43,6 +44,19 @@ def evidence(task, recipe: str) -> dict[str, str]:
 def test_method_shows_its_effect(recipe, task, text):
     found = evidence(task(), recipe)
     assert text in " ".join(found.values()), found
+
+
+EXPANDABLE = """
+import hasten
+from hasten.testing import tasks
+print(hasten.train(tasks.perceptron(), "expandable_segments", device="cuda")["effects"])
+"""
+
+
+def test_segments_of_gpu_memory_grow():
+    """In a process of its own: what a process has allocated before stays as it is."""
+    done = subprocess.run([sys.executable, "-c", EXPANDABLE], capture_output=True, text=True)
+    assert "segments of GPU memory can grow" in done.stdout, done.stdout + done.stderr
 
 
 def augmented():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hasten.core.errors import ConfigurationError
-from hasten.hosts.inside.code import CodeObserver
+from hasten.hosts.inside.code import CodeObserver, _places
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.whole_run import has_named_metric, lines_of, seen_metric
 from hasten.reporting import view_model
@@ -133,6 +133,22 @@ def test_methods_of_tensors_that_a_script_has_replaced_are_there_after_it_was_ob
     observer.stop(1)
     assert during == 7 and all(vars(torch.Tensor)[name] is function for name, function in own.items())
     assert "tolist" not in vars(torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "places"),
+    [
+        ("to", ("cuda",), ("cpu", "cuda")),
+        ("to", (torch.device("cuda", 1), torch.float16), ("cpu", "cuda")),
+        ("to", (0,), ("cpu", "cuda")),
+        ("to", (torch.float16,), ("cpu", "cpu")),
+        ("to", (torch.ones(1), True), ("cpu", "cpu")),
+        ("cuda", (), ("cpu", "cuda")),
+        ("copy_", (torch.ones(1, device="meta"), True), ("meta", "cpu")),
+    ],
+)
+def test_copy_between_host_and_gpu_is_known_by_its_arguments(name, arguments, places):
+    assert _places(name, torch.ones(1), *arguments) == places
 
 
 def test_metric_is_found_at_the_end_of_a_long_output_with_long_lines():

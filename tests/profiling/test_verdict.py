@@ -61,6 +61,23 @@ def test_run_is_launch_bound_if_a_gpu_waits_for_the_host_and_the_host_for_nothin
     assert is_launch_bound(frozenset(facts), queued_steps, input_share, host_reads) is expected
 
 
+@pytest.mark.parametrize(("waited", "is_named"), [(0.1, True), (0.5, False)])
+def test_script_that_reads_its_loss_is_launch_bound_if_it_hardly_waits_for_the_gpu(waited, is_named):
+    reads = [{"site": "train.py:7", "call": ".item()", "per_step": 1.0, "seconds_per_step": waited * 0.02}]
+    found = profile(
+        "cuda", host_reads_per_step=1.0, issue_share=0.97, queued_steps=0.03, step=0.02,
+        code={"synchronizations": reads, "functions": []},
+    )  # fmt: skip
+    assert ("waits for Python: the host needs 87%" in verdict(found)) is is_named
+
+
+def test_script_code_that_a_gpu_hides_is_not_the_cause():
+    hidden = {"function": "get_batch", "site": "train.py:3", "phase": "logging", "share": 0.6}
+    code = {"synchronizations": [], "functions": [hidden]}
+    assert "get_batch" in verdict(profile("cpu", code=code))
+    assert "get_batch" not in verdict(profile("cuda", code=code, queued_steps=2.0))
+
+
 def test_launch_bound_run_is_named_also_where_a_larger_batch_would_help():
     found = verdict(profile("cuda", issue_share=0.97, queued_steps=0.03), larger_batch=6.0)
     assert found.startswith("The GPU waits for Python: the host needs 97% of the time")

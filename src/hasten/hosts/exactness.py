@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Deterministic(Method):
         @contextmanager
         def deterministic() -> Generator[None]:
             torch.use_deterministic_algorithms(True, warn_only=True)  # the process ends with the check
+            warnings.filterwarnings("default", f".*{ALERT.pattern}")  # also in a script that raises on warnings
             with context():
                 yield
 

@@ -16,6 +16,7 @@ DOMINANT_GAIN = 2.0  # a phase with this gain is the cause even if a larger batc
 # not tell: the queue holds about a thousand operations, and a host that is ahead by as many waits while it queues more
 LAUNCH_BOUND = 0.1
 MAX_INPUT_SHARE = 0.1  # of the time; beyond, the host waits for data
+MAX_READ_SHARE = 0.2  # of the time that the host waits for values of the GPU; beyond, the GPU is the slower one
 MIN_FORMAT_GAIN = 1.3  # peak of the best format / peak of the used one, from which it is named
 
 CAUSES = {
@@ -56,23 +57,34 @@ def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[
     return bounds | {"system_time": amdahl(profile.wasted_share)} | dict(ceilings)
 
 
-def is_launch_bound(facts: frozenset[str], queued_steps: float, input_share: float, host_reads: float | None) -> bool:
+def is_launch_bound(
+    facts: frozenset[str],
+    queued_steps: float,
+    input_share: float,
+    host_reads: float | None,
+    read_share: float | None = None,
+) -> bool:
     """Whether a GPU waits for Python: the host queues operations all the time, and waits neither for data nor for it.
 
     ``queued_steps`` is how much of a step's time the GPU still computes when the host has queued the last operation of
-    a block of steps. Where the GPU is the slower one, the queue is full of operations then.
+    a block of steps. Where the GPU is the slower one, the queue is full of operations then. A host that reads
+    ``host_reads`` values a step empties the queue itself: there, ``read_share`` of the time that it waits for them
+    tells, if it was measured.
     """
-    waits = input_share >= MAX_INPUT_SHARE or (host_reads or 0.0) >= 0.5
-    return "cuda" in facts and queued_steps <= LAUNCH_BOUND and not waits
+    reads = (host_reads or 0.0) >= 0.5 and (read_share is None or read_share > MAX_READ_SHARE)
+    return "cuda" in facts and queued_steps <= LAUNCH_BOUND and input_share < MAX_INPUT_SHARE and not reads
 
 
 def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
     """One sentence that names the largest cause and its gain; ``gains`` are those of ``possible_gains``."""
     phases = profile.phases
     cause = _largest_cause(gains)
-    launches = is_launch_bound(profile.facts, profile.queued_steps, phases["input"], profile.host_reads_per_step)
+    reads, synchronizations = profile.host_reads_per_step, profile.code["synchronizations"]
+    waited = sum(read["seconds_per_step"] for read in synchronizations) if synchronizations else None
+    read_share = waited / profile.step if waited is not None else None
+    launches = is_launch_bound(profile.facts, profile.queued_steps, phases["input"], reads, read_share)
     if launches and (cause == LARGER_BATCH or gains[cause] < MIN_GAIN):
-        sentence = LAUNCHES.format(issue=profile.issue_share)
+        sentence = LAUNCHES.format(issue=profile.issue_share - (read_share or 0.0))
     elif gains[cause] >= MIN_GAIN:
         sentence = CAUSES[cause].format(
             **phases,
@@ -86,8 +98,7 @@ def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
     else:
         compute = phases["forward"] + phases["backward"]
         sentence = ARITHMETIC.format(compute=compute, rate=_rate(profile.flops) if profile.flops else "")
-    reads = profile.host_reads_per_step or 0
-    if reads >= 0.5:
+    if (reads := reads or 0) >= 0.5:
         cost = HOST_READ_COST["cuda" if "cuda" in profile.facts else "cpu"]
         sites = sorted(profile.code["synchronizations"], key=lambda read: -read["per_step"])
         where = f", most of them at {sites[0]['site']}" if sites[1:] else f", at {sites[0]['site']}" if sites else ""
@@ -96,9 +107,13 @@ def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
 
 
 def _hottest(profile: StepProfile) -> dict[str, Any]:
-    """The function of a script that takes the most time outside of the phases that hasten times."""
+    """The function of a script that takes the most time outside of the phases that hasten times.
+
+    A GPU computes meanwhile what is queued, so there its share is at most that of the time between the phases.
+    """
     functions = [one for one in profile.code["functions"] if one["phase"] == "logging"]
-    return max(functions, key=lambda one: one["share"], default={"function": "", "site": "", "share": 0.0})
+    found = max(functions, key=lambda one: one["share"], default={"function": "", "site": "", "share": 0.0})
+    return found | {"share": min(found["share"], profile.phases["logging"])} if "cuda" in profile.facts else found
 
 
 def memory_sentence(batch_size: int, largest: int | None) -> str:
@@ -107,6 +122,8 @@ def memory_sentence(batch_size: int, largest: int | None) -> str:
         return ""
     if largest == batch_size:
         return f"a larger batch fits with {remedies('out_of_memory')}"
+    if batch_size == 1:  # also that of a script which takes its batches from no loader: their size is unknown
+        return f"about {largest} times the batch fit; more with {remedies('out_of_memory')}"
     rounded = largest - largest % batch_size if largest >= 2 * batch_size else largest
     return f"a batch of about {rounded} fits instead of {batch_size}; a larger one with {remedies('out_of_memory')}"
 

@@ -33,6 +33,8 @@ READS = {  # attribute of torch.Tensor -> how a script writes the call
     "__repr__": "print(tensor)",
     "__format__": "print(tensor)",
 }
+COPIES = ("to", "cuda", "copy_")  # between host and GPU: from pageable memory they wait for what is queued before
+PLACES = (torch.Tensor, torch.device, str, int)  # what such a copy may be given as its target
 LOADERS = f"{__package__}.loaders"  # on the stack while the script waits for a batch
 CALLS_OF_ROOTS, BACKWARD = f"{__package__}.models", f"{__package__}.steps"  # on the stack in a forward, a backward pass
 LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"], "<frozen ")
@@ -52,10 +54,13 @@ class CodeObserver:
         self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.lines = Counter[tuple[str, str, str]]()  # samples by (phase, function, site)
         self.loops = set[str]()  # functions that call the backward pass or the optimizer
-        self.samples, self.is_reading = 0, False
-        self.own = {name: vars(torch.Tensor).get(name) for name in READS}  # perhaps the script's; None if inherited
+        self.samples, self.is_reading, self.waits_for_gpu = 0, False, False
+        # perhaps the script's; None if inherited
+        self.own = {name: vars(torch.Tensor).get(name) for name in (*READS, *COPIES)}
         for name, call in READS.items():
             setattr(torch.Tensor, name, self._timed(getattr(torch.Tensor, name), call))
+        for name in COPIES:
+            setattr(torch.Tensor, name, self._noted_copy(getattr(torch.Tensor, name)))
         self.synchronize = torch.cuda.synchronize
         torch.cuda.synchronize = self._timed(self.synchronize, "torch.cuda.synchronize()")
         self.thread, self.stopped = threading.get_ident(), threading.Event()
@@ -98,17 +103,36 @@ class CodeObserver:
         def read(*args: Any, **kwargs: Any) -> Any:
             if self.is_reading or threading.get_ident() != self.thread or self.is_evaluating() or _is_on_cpu(args):
                 return original(*args, **kwargs)
-            self.is_reading, began = True, time.perf_counter()
+            self.is_reading, self.waits_for_gpu, began = True, torch.cuda.is_initialized(), time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
-                seconds, self.is_reading = time.perf_counter() - began, False
+                seconds, self.is_reading, self.waits_for_gpu = time.perf_counter() - began, False, False
                 site = self._site_of_read(_caller(inspect.currentframe()))
                 if site is not None:
                     self.reads[site, call] += 1
                     self.seconds[site, call] += seconds
 
         return read
+
+    def _noted_copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``to`` the host is a read; during a copy to the GPU the script's code does nothing but wait."""
+        read = self._timed(original, ".to('cpu')")
+
+        @functools.wraps(original)
+        def copy(*args: Any, **kwargs: Any) -> Any:
+            source, target = _places(original.__name__, *args, **kwargs) if torch.cuda.is_initialized() else ("", "")
+            if source == target or threading.get_ident() != self.thread:
+                return original(*args, **kwargs)
+            if target == "cpu":
+                return read(*args, **kwargs)
+            self.waits_for_gpu = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.waits_for_gpu = False
+
+        return copy
 
     def _site_of_read(self, frame: FrameType | None) -> str | None:
         """The line that reads a value; None for hasten's own reads, and in an optimizer or a loader: what these read is
@@ -126,8 +150,13 @@ class CodeObserver:
                 self._note(frame)
 
     def _note(self, frame: FrameType) -> None:
-        """Counts a sample of the stack; one of the forward pass, the backward pass or an update only in the total."""
+        """Counts a sample of the stack; one of the forward pass, the backward pass or an update only in the total.
+
+        So is one of a wait for the GPU, which computes what was queued before: no code of the script would be saved.
+        """
         self.samples += 1
+        if self.waits_for_gpu:
+            return
         frames = list(_frames(frame))
         names = [_module(one) for one in frames]
         users = (one for name, one in zip(names, frames, strict=True) if _is_users(name, one.f_code.co_filename))
@@ -144,6 +173,19 @@ def _is_on_cpu(args: tuple[Any, ...]) -> bool:
     """Whether the tensor that is read lies on the CPU of a script that uses a GPU: such a read does not wait."""
     tensor = args[0] if args else None
     return isinstance(tensor, torch.Tensor) and not tensor.is_cuda and torch.cuda.is_initialized()
+
+
+def _places(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """Device types of source and target of ``Tensor.to``, ``cuda`` or ``copy_``, called with these arguments."""
+    first = next((one for one in (*args, *kwargs.values()) if isinstance(one, PLACES)), None)
+    given = first.device.type if isinstance(first, torch.Tensor) else None
+    if name == "copy_":
+        return given or tensor.device.type, tensor.device.type
+    if name == "cuda" or (isinstance(first, int) and not isinstance(first, bool)):
+        return tensor.device.type, "cuda"
+    if isinstance(first, (str, torch.device)):
+        given = torch.device(first).type
+    return tensor.device.type, given or tensor.device.type
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
