@@ -159,7 +159,7 @@ def test_site_map_on_disk_holds_no_parsed_argument(tmp_path):
     (tmp_path / "train.py").touch()
     ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(tmp_path))
     site_map.remember(ref, {"sites": {}, "arguments": {"hub_token": "hf_secret"}})
-    ref.write_sites(tmp_path)
+    ref.write_sites(tmp_path, Recipe())
     assert "secret" not in (tmp_path / site_map.FILE).read_text()
     assert site_map.read_beside(str(tmp_path / "recipe.toml"))["fingerprint"] == ref.fingerprint()
 

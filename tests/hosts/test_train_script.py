@@ -1,6 +1,7 @@
 """``hasten train -- COMMAND``: the command for real, whatever it does besides the training that the recipe is for."""
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 from hasten.core.errors import HastenWarning
 from hasten.core.recipe import Recipe
 from hasten.engine.loaders import from_loader
+from hasten.hosts import site_map
 from hasten.hosts.launch import train_script
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.site_map import KINDS
@@ -22,6 +24,33 @@ def train(directory: Path, text: str, recipe: str = "num_threads:count=1") -> in
     (directory / "train.py").write_text(text)
     script = ScriptRef.of_command([sys.executable, "train.py"], directory=str(directory))
     return train_script(script, Recipe.coerce(recipe), "cpu", None)
+
+
+WITHOUT_TORCH = """
+import sys
+from hasten.cli.main import main
+assert main(["train", "--recipe", "runs/recipe.toml", "--", sys.executable, "train.py"]) == 0
+print("torch" in sys.modules)
+"""
+
+
+def test_recipe_that_the_search_has_checked_is_not_checked_again(tmp_path):
+    """To do so imports torch, which takes as long as the script needs to import it."""
+    (tmp_path / "train.py").touch()
+    script = ScriptRef.of_command([sys.executable, "train.py"], directory=str(tmp_path))
+    site_map.remember(script, {"sites": {}, "device": "cpu"})
+    recipe = Recipe.parse("num_threads:count=1")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "recipe.toml").write_text(recipe.to_toml())
+    script.write_sites(tmp_path / "runs", recipe)
+
+    def imports_torch() -> str:
+        command = [sys.executable, "-c", WITHOUT_TORCH]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert imports_torch() == "False"
+    (tmp_path / "runs" / "recipe.toml").write_text(Recipe.parse("num_threads:count=2").to_toml())
+    assert imports_torch() == "True", "the search has not seen this one"
 
 
 def test_command_that_imports_no_torch_trains_with_a_warning(tmp_path):

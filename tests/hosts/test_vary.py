@@ -124,7 +124,7 @@ def test_shorter_training_with_a_higher_rate_is_found_trained_with_and_shown(tmp
     directory = search_directory(ref)
     directory.mkdir(parents=True)
     (directory / "recipe.toml").write_text(best.to_toml())
-    ref.write_sites(directory)
+    ref.write_sites(directory, best)
     tuned = [*command[:2], f"epochs={arguments['epochs']}", f"--lr={arguments['lr']}"]
     trained = hasten("train", "--recipe", str(directory / "recipe.toml"), "--", *command, directory=tmp_path)
     by_hand = subprocess.run(tuned, capture_output=True, text=True, check=True)

@@ -94,9 +94,9 @@ def _run_script(options: Namespace) -> CommandResult:
             reason = f"{options.task} writes and resumes its own files"
             raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks; {reason}; leave it out")
     recipe = types.recipe_from_options(options)
-    sites = check_train(options.task, recipe, options.recipe, options.processes)
+    sites, device = check_train(options.task, recipe, options.recipe, options.processes, options.device)
     check_same_script(options.task, sites)
-    return CommandResult(None, deferred=partial(train_script, options.task, recipe, options.device, sites))
+    return CommandResult(None, deferred=partial(train_script, options.task, recipe, device, sites))
 
 
 def _choose_directory(options: Namespace) -> None:

@@ -21,12 +21,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, cast
 
-from hasten._torch_compat import is_out_of_memory
 from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError, format_error, suggest
 from hasten.core.method import Method
+from hasten.core.recipe import Recipe
 from hasten.core.task import Task
 from hasten.engine.registry import import_file, line_in
-from hasten.utils.rng import preserve_rng_state, set_seeds
 
 ENTRY_POINTS = "hasten.workloads"
 TRAINING = ("fit", "train", "training_step")  # methods of objects that train or are trained
@@ -131,7 +130,7 @@ class TaskRef:
         """The device of a run that was asked to be on ``asked``; a script chooses its own."""
         return asked
 
-    def write_sites(self, directory: Path) -> None:
+    def write_sites(self, directory: Path, recipe: Recipe) -> None:
         """Writes ``sites`` beside a recipe, if there are any."""
 
     def fingerprint(self) -> str:
@@ -181,6 +180,8 @@ def _parse(text: str) -> TaskRef:
 @contextmanager
 def _with_same_rng() -> Generator[None]:
     """Context manager: seeds all generators alike, so that data drawn by a task's file are the same in all runs."""
+    from hasten.utils.rng import preserve_rng_state, set_seeds  # needs torch, which a reference does not
+
     with preserve_rng_state():
         set_seeds(0)
         yield
@@ -208,6 +209,8 @@ def _call(function: Callable[[], Any], name: str) -> Task:
     except (ConfigurationError, RunError):
         raise
     except (Exception, SystemExit) as error:
+        from hasten._torch_compat import is_out_of_memory
+
         code = getattr(inspect.unwrap(function), "__code__", None)
         line = line_in(error, code.co_filename) if code else ""
         kind = MemoryExhaustedError if is_out_of_memory(error) else ConfigurationError

@@ -12,12 +12,11 @@ from typing import Any
 from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
-from hasten.engine.devices import pick_device
 from hasten.engine.registry import make_methods
 from hasten.hosts.inside_files import BEGUN, ERROR, STARTED
 from hasten.hosts.process import NOT_LOADED, injected, write_spec
 from hasten.hosts.script_ref import ScriptRef
-from hasten.hosts.site_map import read_beside
+from hasten.hosts.site_map import is_checked, read_beside
 from hasten.utils.signals import handle_signals
 
 FORWARDED = (  # a scheduler sends them to the process that it started, for a checkpoint before its time is over
@@ -29,18 +28,31 @@ FORWARDED = (  # a scheduler sends them to the process that it started, for a ch
 )
 
 
-def check_train(script: ScriptRef, recipe: Recipe, recipe_file: str | None, processes: int) -> dict[str, Any] | None:
-    """Checks a request before anything runs. Returns the site map beside the recipe file, if there is one.
+def check_train(
+    script: ScriptRef, recipe: Recipe, recipe_file: str | None, processes: int, device: str | None
+) -> tuple[dict[str, Any] | None, str]:
+    """Checks a request before anything runs.
+
+    A recipe that the search has checked here is not checked again: to do so imports torch, which takes as long as the
+    script needs to import it.
+
+    Returns:
+        The site map beside the recipe file, if there is one, and the device to assume until the script shows its own.
 
     Raises:
         ConfigurationError: The recipe cannot act in a script.
     """
     if processes != 1:
         raise ConfigurationError(f"{script} starts its own processes; leave --processes out")
+    sites = read_beside(recipe_file)
+    if sites and sites["device"] and device is None and is_checked(recipe, sites, script):
+        return sites, sites["device"]
+    from hasten.engine.devices import pick_device
+
     methods = make_methods(recipe)
     script.check_methods(methods)
     check_conflicts(sort_methods(methods))
-    return read_beside(recipe_file)
+    return sites, pick_device(device)
 
 
 def check_same_script(script: ScriptRef, sites: dict[str, Any] | None) -> None:
@@ -74,10 +86,10 @@ def _names(script: ScriptRef, module: str) -> bool:
     return re.search(rf"\b{re.escape(module)}\b", text) is not None
 
 
-def train_script(script: ScriptRef, recipe: Recipe, device: str | None, sites: dict[str, Any] | None) -> int:
+def train_script(script: ScriptRef, recipe: Recipe, device: str, sites: dict[str, Any] | None) -> int:
     """Runs the command with the recipe, with this process's input and output. Returns its exit code."""
     with tempfile.TemporaryDirectory(prefix="hasten-") as directory:
-        write_spec(Path(directory), script, recipe.methods, pick_device(device), None, sites, mode="train")
+        write_spec(Path(directory), script, recipe.methods, device, None, sites, mode="train")
         environment = injected(script.environment, Path(directory))  # without a recipe too: see frameworks/pyg.py
         with (
             subprocess.Popen(script.argv_under(recipe.methods), cwd=script.directory, env=environment) as process,

@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hasten._torch_compat import is_out_of_memory
 from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeout_error
 from hasten.core.errors import ConfigurationError, HastenWarning, MemoryExhaustedError, RunError
 from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RESUMED, RIVAL, SESSION, SOCKET, SPEC, STARTED
@@ -244,6 +243,8 @@ class ScriptProcess:
             text = f"{name} was ended by {signal.Signals(-code).name}"
         else:
             text = f"{name} failed by itself with exit code {code}: {_reason(output)}"
+        from hasten._torch_compat import is_out_of_memory  # needs torch, which a real training does not start here
+
         if (ended and code == -signal.SIGKILL) or is_out_of_memory(RuntimeError(_reason(output))):
             raise MemoryExhaustedError(text.replace(" by itself", ""))
         if self.methods:

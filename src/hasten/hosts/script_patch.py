@@ -7,7 +7,6 @@ from typing import Any
 
 from hasten.core.method import Method
 from hasten.core.recipe import Recipe
-from hasten.engine.devices import pick_device
 from hasten.engine.registry import takes_any_option
 from hasten.export.patch import ScriptEdit, Site, edit_of, line_of_model, name_of_model, write_patch
 from hasten.hosts.arm import ScriptArm
@@ -29,9 +28,9 @@ def patch_script(script: ScriptRef, recipe: Recipe, recipe_file: str | None, dev
         ConfigurationError: The recipe cannot act in a script, or the script fails by itself.
         RunError: The script cannot be watched.
     """
-    sites = check_train(script, recipe, recipe_file, processes=1)
+    sites, assumed = check_train(script, recipe, recipe_file, 1, device)
     if sites is None or sites["fingerprint"] != script.fingerprint():
-        sites = _watch(script, pick_device(device))
+        sites = _watch(script, assumed)
     file = os.path.relpath(script.file, script.directory) if script.file else sites["main"]
     places = [*_as_places(sites, script.directory), *_argument_places(sites), *_step_places(sites, script.directory)]
     return write_patch(places, recipe, script.directory, file, lambda method: _edit(script, method, places))

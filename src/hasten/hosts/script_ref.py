@@ -15,12 +15,13 @@ from typing import Any, NoReturn
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method
+from hasten.core.recipe import Recipe
 from hasten.core.task import Task
 from hasten.engine.registry import method_class, takes_any_option
 from hasten.engine.tasks import TaskRef
 from hasten.hosts import site_map
 from hasten.hosts.host import SCRIPT, check_supported
-from hasten.utils.typed_arguments import name_of_argument, with_typed
+from hasten.utils.typed_arguments import name_of_argument, typed_numbers, with_typed
 
 IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site"}  # flags that keep hasten out
 WITH_VALUE = "mcWX"  # one-letter options of Python that take the next argument
@@ -105,7 +106,11 @@ class ScriptRef(TaskRef):
 
         Arguments that the script parses without them being in the command are replaced there; see ``script_arguments``.
         """
-        values = [options for name, options in methods.items() if takes_any_option(method_class(name))]
+        typed = typed_numbers(self.argv).keys()
+        named = {
+            name: options for name, options in methods.items() if typed & options.keys()
+        }  # the others import nothing
+        values = [options for name, options in named.items() if takes_any_option(method_class(name))]
         return with_typed(self.argv, {name: value for one in values for name, value in one.items()})
 
     def to_json(self) -> str:
@@ -158,9 +163,9 @@ class ScriptRef(TaskRef):
         """The device that the script was seen to train on; ``asked`` before its first run."""
         return site_map.device_of(asked, site_map.known_sites(self))
 
-    def write_sites(self, directory: Path) -> None:
-        """Writes the site map beside a recipe."""
-        site_map.write(directory, self)
+    def write_sites(self, directory: Path, recipe: Recipe) -> None:
+        """Writes the site map beside a recipe, which the search has checked."""
+        site_map.write(directory, self, recipe)
 
     def __str__(self) -> str:
         return self.name

@@ -7,13 +7,16 @@ means that the run is not the one that was watched.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hasten
 from hasten.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from hasten.core.recipe import Recipe
     from hasten.hosts.script_ref import ScriptRef
 
 FILE = "sites.json"  # beside the recipe that was found with it
@@ -84,14 +87,24 @@ def hide_checkpoints(script: ScriptRef, paths: Sequence[str]) -> list[str]:
     return new
 
 
-def write(directory: Path, script: ScriptRef) -> None:
+def write(directory: Path, script: ScriptRef, recipe: Recipe) -> None:
     """Writes the site map beside a recipe, if there is one."""
     site_map = known_sites(script)
     if site_map is not None:
         sites = {kind: site_map[kind] for kind in KINDS}  # not the parsed arguments, which may hold a password
         own = {"fingerprint": script.fingerprint(), "main": site_map["main"], "device": site_map["device"]}
+        own["checked"] = _checked(recipe)
         text = json.dumps({**own, **sites}, indent=1)
         (directory / FILE).write_text(text, encoding="utf-8")
+
+
+def is_checked(recipe: Recipe, sites: Mapping[str, Any] | None, script: ScriptRef) -> bool:
+    """Whether the search has checked just this recipe, for this code, with the packages that are installed here."""
+    return sites is not None and sites["checked"] == _checked(recipe) and sites["fingerprint"] == script.fingerprint()
+
+
+def _checked(recipe: Recipe) -> list[str]:
+    return [str(recipe), hasten.__version__, sys.prefix]
 
 
 def read_beside(recipe: str | None) -> dict[str, Any] | None:
@@ -109,7 +122,7 @@ def read_beside(recipe: str | None) -> dict[str, Any] | None:
             "threads": [],
             **json.loads(path.read_text(encoding="utf-8")),
         }  # newer than some maps
-        own = {name: site_map.get(name) for name in ("fingerprint", "main", "device")}
+        own = {name: site_map.get(name) for name in ("fingerprint", "main", "device", "checked")}
         return {**own, **{kind: list(site_map[kind]) for kind in KINDS}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{path} is no site map ({type(error).__name__}); tune again, or remove it") from None

@@ -165,7 +165,7 @@ def tune(
         of_search = {"others_percent": noise.summary(0.0, 0.0)["others_percent"]}
         result["system_noise"] = {**result["system_noise"], **of_search}
         write(directory, result)
-        task.write_sites(directory)
+        task.write_sites(directory, Recipe(result["recipe"] or {}))
         return result
 
     if facts.get("no_whole_run"):
