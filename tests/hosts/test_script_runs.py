@@ -10,6 +10,7 @@ import pytest
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_method
+from hasten.hosts import exactness
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess, _processes_with
@@ -268,6 +269,30 @@ def test_script_that_is_not_reproducible_gets_statistics_and_the_cause(tmp_path,
     ref = written(tmp_path, text.replace("torch.manual_seed(1)", seed))
     check = check_exactness(ref, {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
     assert check["statistics"] and f"not reproducible (train.py:{line} {cause}" in check["why"]
+
+
+def test_runs_of_a_check_start_together_and_end_with_it(monkeypatch):
+    monkeypatch.setattr(exactness, "TOGETHER", 3)
+    ref = script("tensors.py", "4")
+    runs = exactness._Runs(ref, "cpu", 0, None)
+    runs.expect([({}, 30, 0), ({}, 30, 1), ({"in_memory_batches": {}}, 30, 0), ({"fused_optimizer": {}}, 30, 0)])
+    first = runs.run({}, keep=True)
+    began = [process.directory for process in runs.begun.values()]
+    assert len(began) == 2 and len(runs.expected) == 1
+    assert runs.is_reproducible() and len(runs.begun) == 2, "one of them was used, another one has begun"
+    assert runs.run({"in_memory_batches": {}}).steps == first.steps == 30
+    began += [process.directory for process in runs.begun.values()]
+    runs.close()
+    assert not runs.begun and not any(map(Path.exists, began))
+
+
+def test_script_that_two_processes_cannot_run_at_once_is_checked_run_by_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(exactness, "TOGETHER", 2)
+    exclusive = "import socket\nlock = socket.socket(socket.AF_UNIX)\n"
+    exclusive += f"lock.bind(chr(0) + {f'hasten-test-{tmp_path}'!r})\n"
+    ref = written(tmp_path, exclusive + (SCRIPTS / "tensors.py").read_text())
+    check = check_exactness(ref, {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
+    assert check["passed"] and not check["statistics"], check
 
 
 def test_operation_that_is_not_deterministic_is_named(tmp_path):

@@ -336,9 +336,9 @@ def test_find_systems_leaves_no_time_for_lower_precision_that_the_level_excludes
 
 def test_estimate_of_a_check_counts_all_runs_of_a_script():
     of_task = comparison_seconds(PLAN | {"start": 2.0})
-    plan = PLAN | {"start": 2.0, "check_runs": 4}
+    plan = PLAN | {"start": 2.0, "check_seconds": 10.0}
     assert comparison_seconds(plan) == pytest.approx(of_task, abs=1.0)
-    assert comparison_seconds(plan, is_first=True) == pytest.approx(of_task + 2 * 2.5, abs=1.0), "four starts, not two"
+    assert comparison_seconds(plan, is_first=True) == pytest.approx(of_task + 5.0, abs=1.0), "four starts, not two"
     slow = PLAN | {"step": 40.0}
     assert comparison_seconds(slow) > 3.6 * 40.0, "a check with long steps takes as long as three of each arm"
 

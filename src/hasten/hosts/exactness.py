@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 GRADIENT_STEPS = 5
 CHECK_RUNS = 4  # of a first check: two of the script as it is, one of each recipe; later ones make one or two
+TOGETHER = min(CHECK_RUNS, len(os.sched_getaffinity(0)))  # runs that start at the same time
+GAIN_OF_ANOTHER = 0.6  # starts that one more process at the same time is worth: they share memory, disk and processors
+MEMORY_SHARE = 0.5  # of what is available, that these may take
 MAX_DIFFERENCE = 1e-10  # relative, in float64
 MIN_GRADIENT_DB = 20.0
 ROUNDING_FACTOR = 10.0  # times the distance that one rounding of all weights grows to: still the same formula
@@ -55,6 +58,8 @@ CONDITIONS = f"{RunConditions.__module__}:{RunConditions.__name__}"  # disables 
 DOUBLE, SINGLE = {CONDITIONS: {"double": True}}, {CONDITIONS: {"double": False}}
 
 Weights = dict[str, torch.Tensor]
+_Key = tuple[str, str, int, int]  # of a run: the script, recipe and steps, the seed, whether it is the second one
+_Wanted = tuple[dict[str, Any], int, int]  # methods, steps, whether it is the second one
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,7 @@ def check_exactness(
         not reproducible, so that nothing is proven.
     """
     runs = _Runs(script, device, seed, deadline)
+    runs.expect(_EXPECTED[exactness](runs, base, candidate))
     try:
         if exactness in (Exactness.BIT_EXACT.name, Exactness.EQUIVALENT_MATH.name) and not runs.is_reproducible():
             # in float64 the last bits, which do not repeat, are far below the limit
@@ -150,26 +156,52 @@ def check_exactness(
         raise
     except (RunError, ConfigurationError) as error:
         return _result(False, math.nan, str(error))
+    finally:
+        runs.close()
+
+
+def seconds_of_first_check(start: float, step: float) -> float:
+    """Seconds that the first check of a script takes, whose start and steps take so many each."""
+    starts = CHECK_RUNS / (1 + GAIN_OF_ANOTHER * (TOGETHER - 1))
+    return starts * start + CHECK_RUNS * STEPS * step
 
 
 class _Runs:
-    """Runs a script for its first steps; the runs that several checks need are made once."""
+    """Runs a script for its first steps; the runs that several checks need are made once.
 
-    made: dict[tuple[str, str, int, int], ScriptRun] = {}  # of recipes that were a base
+    Most of the time goes into the start of the script, its imports and its data. So the runs that are expected start
+    together, as far as processors and memory suffice, and then train one after the other.
+    """
+
+    made: dict[_Key, ScriptRun] = {}  # of recipes that were a base
     double_fails: dict[str, str] = {}  # script -> why it cannot run in float64
 
     def __init__(self, script: ScriptRef, device: str, seed: int, deadline: float | None):
         self.script, self.device, self.seed, self.deadline = script, device, seed, deadline
         self.key = script.fingerprint()
+        self.expected, self.begun = dict[_Key, dict[str, Any]](), dict[_Key, ScriptProcess]()
+
+    def expect(self, wanted: list[_Wanted]) -> None:
+        """Takes the runs that will be asked for, in this order: methods, steps, and whether it is the second one."""
+        keys = {self._key(*run): run[0] for run in wanted}
+        self.expected = {key: methods for key, methods in keys.items() if key not in self.made}
 
     def run(self, methods: dict[str, Any], steps: int = STEPS, again: int = 0, keep: bool = False) -> ScriptRun:
-        key = (self.key, f"{Recipe(methods)} for {steps}", self.seed, again)
+        key = self._key(methods, steps, again)
         if key not in self.made:
-            made = self._run(methods, steps)
+            made = self._run(key, methods, steps)
             if not keep:
                 return made
             self.made[key] = made
         return self.made[key]
+
+    def close(self) -> None:
+        """Ends the runs that have begun and were not asked for."""
+        while self.begun:
+            self.begun.popitem()[1].close()
+
+    def _key(self, methods: dict[str, Any], steps: int = STEPS, again: int = 0) -> _Key:
+        return self.key, f"{Recipe(methods)} for {steps}", self.seed, again
 
     def is_reproducible(self) -> bool:
         """Whether two runs of the script as it is end with the same bits."""
@@ -188,12 +220,37 @@ class _Runs:
             return None
         return first, self.run({**candidate, **DOUBLE}, steps)
 
-    def _run(self, methods: dict[str, Any], steps: int) -> ScriptRun:
-        sites, limits = known_sites(self.script), (None, self.deadline)
+    def _run(self, key: _Key, methods: dict[str, Any], steps: int) -> ScriptRun:
+        process = self.begun.pop(key, None)
+        is_alone = process is None
+        self.expected.pop(key, None)
+        process = process or self._start(methods)
+        self._start_expected()
+        try:
+            return self._train(process, methods, steps)
+        except DeadlineError:
+            raise
+        except (RunError, ConfigurationError) as error:
+            if (is_alone and not self.begun) or NO_EFFECT in str(error):
+                raise
+        self.close()  # it may have lacked memory, or something else that only one process can have
+        return self._train(self._start(methods), methods, steps)
+
+    def _start_expected(self) -> None:
+        """Starts further runs beside the one that trains now."""
+        places = min(TOGETHER, _places_in_memory(known_sites(self.script)))
+        while self.expected and 1 + len(self.begun) < places:
+            key = next(iter(self.expected))
+            self.begun[key] = self._start(self.expected.pop(key))
+
+    def _start(self, methods: dict[str, Any]) -> ScriptProcess:
+        sites = known_sites(self.script)
         conditions = {} if device_of(self.device, sites) == "cpu" else DETERMINISTIC
-        with ScriptProcess(
-            self.script, {**methods, **conditions}, self.device, self.seed, sites, self.deadline
-        ) as process:
+        return ScriptProcess(self.script, {**methods, **conditions}, self.device, self.seed, sites, self.deadline)
+
+    def _train(self, process: ScriptProcess, methods: dict[str, Any], steps: int) -> ScriptRun:
+        limits = (None, self.deadline)
+        with process:
             answer = process.wait_until_trained(*limits)
             described = process.ask("describe", *limits)
             nothing = described["no_effect"] if CONDITIONS not in methods else []
@@ -213,6 +270,13 @@ class _Runs:
             raise RunError(f"{bad[0]} is not finite after {found['steps']} steps of {Recipe(methods)}")
         seeds = described["sites"]["seeds"]
         return ScriptRun(found["steps"], found["hash"], described["arguments"], seeds, alerts, weights, gradients)
+
+
+def _places_in_memory(sites: dict[str, Any] | None) -> int:
+    """How many runs of a script the memory of its device allows at the same time, by its first step."""
+    seen = (sites or {}).get("memory") or {}
+    peak = seen.get("reserved") or seen.get("resident")
+    return max(1, int(MEMORY_SHARE * seen["available"] / peak)) if peak and seen.get("available") else CHECK_RUNS
 
 
 def _result(passed: bool, number: float, why: str, statistics: bool = False) -> dict[str, Any]:
@@ -313,6 +377,30 @@ def _seed_that_differs(first: ScriptRun, second: ScriptRun) -> str:
     return ""
 
 
+def _expect_bit_exact(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> list[_Wanted]:
+    return [({}, STEPS, 0), ({}, STEPS, 1), (base, STEPS, 0), (candidate, STEPS, 0)]
+
+
+def _expect_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> list[_Wanted]:
+    if runs.key in runs.double_fails:
+        return [*_expect_bit_exact(runs, base, candidate), ({**base, **ROUNDED}, STEPS, 0)]
+    both = [({**methods, **DOUBLE}, STEPS, 0) for methods in (base, candidate)]
+    return [({}, STEPS, 0), ({}, STEPS, 1), *both]
+
+
+def _expect_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> list[_Wanted]:
+    single = ({**candidate, **SINGLE}, GRADIENT_STEPS, 0)
+    if runs.key in runs.double_fails:
+        return [({**base, **SINGLE}, GRADIENT_STEPS, 0), single]
+    return [*(({**methods, **DOUBLE}, GRADIENT_STEPS, 0) for methods in (base, candidate)), single]
+
+
+_EXPECTED = {  # the runs that a check of the class begins with
+    Exactness.BIT_EXACT.name: _expect_bit_exact,
+    Exactness.EQUIVALENT_MATH.name: _expect_equivalent,
+    Exactness.REDUCED_PRECISION.name: _expect_precision,
+    Exactness.CHANGES_TRAINING.name: lambda runs, base, candidate: [(base, STEPS, 0), (candidate, STEPS, 0)],
+}
 _CHECKS = {
     Exactness.BIT_EXACT.name: _judge_bit_exact,
     Exactness.EQUIVALENT_MATH.name: _judge_equivalent,

@@ -109,6 +109,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         answer = process.wait_until_trained(HANGING_S if deadline is None else None, deadline)
         process.check_one_process()
         early = process.ask("describe", None, deadline)  # while the loaders exist
+        memory = process.ask("memory", None, deadline)
         watched = WHOLE_RUN_SHARE * left if script.vary or script.metric else min(WATCH_S, WATCH_SHARE * left)
         began, chunks = time.monotonic(), process.train_in_chunks(deadline)
         has_come, look = script.metric is None, began + FIRST_METRIC_CHECK_S
@@ -126,6 +127,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
             has_come = has_named_metric(script, process, described, enough=1)
         described |= {"watched_seconds": time.monotonic() - began, "watched_steps": answer["steps"]}
         described["metric_has_come"] = has_come
+        described["memory"] = memory
         described["facts"] = sorted({*described["facts"], *early["facts"]})
         described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
         described["total_steps"] = answer["steps"] if answer.get("ended") else None

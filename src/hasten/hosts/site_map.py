@@ -47,6 +47,7 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
         "watched_steps",
         "metric_has_come",
         "main",
+        "memory",
     ):
         value = described.get(name)
         site_map[name] = before.get(name) if value is None else value

@@ -171,9 +171,8 @@ def _confirmation_overhead(plan: dict[str, Any]) -> float:
 
 def _check_seconds(plan: dict[str, Any], is_first: bool = True) -> float:
     """Seconds that a check of exactness takes. The first of a script also runs it as it is, which is done once."""
-    if runs := plan.get("check_runs"):  # a script, whose runs are not cut short
-        runs = runs if is_first else runs / 2
-        return runs * (PROCESS_START_S + plan["start"] + CHECKED_STEPS * plan["step"])
+    if seconds := plan.get("check_seconds"):  # a script, whose runs are not cut short
+        return seconds if is_first else seconds / 2
     steps = min(2 * CHECKED_STEPS * plan["step"], max(CHECK_SECONDS, CHECK_STEPS * plan["step"]))
     return 2 * _seconds_to_build(plan) + steps
 
