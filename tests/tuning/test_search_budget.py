@@ -24,7 +24,12 @@ from hasten.tuning.systems_stage import comparison_seconds, find_strong_baseline
 from hasten.tuning.training import Baseline
 from hasten.tuning.training_stage import _keep_unconfirmed
 from hasten.tuning.trial_store import TrialStore
-from hasten.tuning.tune import BUDGET_RUNS, _correct_estimate, _start_of_comparisons
+from hasten.tuning.tune import (
+    BUDGET_RUNS,
+    _correct_estimate,
+    _start_of_comparisons,
+    _takes_the_place_of_a_comparison,
+)
 from helpers.planted_study import MARGIN, SAMPLES, TARGET, TRIAL, Planted, baseline_of, clipping, frozen, threads
 
 PLAN = {
@@ -336,11 +341,19 @@ def test_find_systems_leaves_no_time_for_lower_precision_that_the_level_excludes
 
 def test_estimate_of_a_check_counts_all_runs_of_a_script():
     of_task = comparison_seconds(PLAN | {"start": 2.0})
-    plan = PLAN | {"start": 2.0, "check_seconds": 10.0}
+    plan = PLAN | {"start": 2.0, "check_seconds": [10.0, 5.0]}
     assert comparison_seconds(plan) == pytest.approx(of_task, abs=1.0)
     assert comparison_seconds(plan, is_first=True) == pytest.approx(of_task + 5.0, abs=1.0), "four starts, not two"
     slow = PLAN | {"step": 40.0}
     assert comparison_seconds(slow) > 3.6 * 40.0, "a check with long steps takes as long as three of each arm"
+
+
+@pytest.mark.parametrize(("left", "expected"), [(40.0, False), (55.0, True), (80.0, False)])
+def test_diagnosis_gives_way_to_a_comparison(left, expected):
+    """Of a script that starts in 9 s; with too little for either, the diagnosis at least has something to say."""
+    plan = PLAN | {"start": 9.0, "check_seconds": [25.0, 15.0]}
+    assert _takes_the_place_of_a_comparison(plan, 12.0, left) is expected
+    assert not _takes_the_place_of_a_comparison(PLAN | {"start": 9.0}, 12.0, left), "a task"
 
 
 def test_guess_that_the_budget_ends_tells_which_budget_would_do(monkeypatch):

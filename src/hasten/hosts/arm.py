@@ -16,7 +16,7 @@ from hasten.core.errors import RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.memory import MemoryPeak
-from hasten.hosts.exactness import seconds_of_first_check
+from hasten.hosts.exactness import CHECK_RUNS, LATER_RUNS, seconds_of_check
 from hasten.hosts.inside.missing import missing_sites
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import changed_numbers, known_sites, remember
@@ -128,7 +128,9 @@ class ScriptArm:
             "warmup_steps": 0,
             "evaluation": evaluation,
             "evaluation_seen": known.get("evaluation_seconds") if every else None,
-            "check_seconds": seconds_of_first_check(max(0.0, seconds - step), step),
+            "check_seconds": [
+                seconds_of_check(max(0.0, seconds - step), step, runs) for runs in (CHECK_RUNS, LATER_RUNS)
+            ],
             "samples_per_epoch": length and length * self.samples_per_step,
             "batch_size": self.samples_per_step,
             "samples": self.position,

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
 GRADIENT_STEPS = 5
-CHECK_RUNS = 4  # of a first check: two of the script as it is, one of each recipe; later ones make one or two
+CHECK_RUNS = 4  # of a first check: two of the script as it is, one of each recipe
+LATER_RUNS = 2  # of a later one, at most: what it needs of the base is known
 TOGETHER = min(CHECK_RUNS, len(os.sched_getaffinity(0)))  # runs that start at the same time
 GAIN_OF_ANOTHER = 0.6  # starts that one more process at the same time is worth: they share memory, disk and processors
 MEMORY_SHARE = 0.5  # of what is available, that these may take
@@ -147,10 +148,9 @@ def check_exactness(
     try:
         if exactness in (Exactness.BIT_EXACT.name, Exactness.EQUIVALENT_MATH.name) and not runs.is_reproducible():
             # in float64 the last bits, which do not repeat, are far below the limit
-            in_double = exactness == Exactness.EQUIVALENT_MATH.name and _judge_equivalent(runs, base, candidate)
-            if in_double and in_double["passed"] and runs.key not in runs.double_fails:
-                return in_double
-            return _judge_by_noise(runs, base, candidate)
+            both = runs.in_double(base, candidate, STEPS) if exactness == Exactness.EQUIVALENT_MATH.name else None
+            in_double = _judge_in_double(*both) if both else None
+            return in_double if in_double and in_double["passed"] else _judge_by_noise(runs, base, candidate)
         return _CHECKS[exactness](runs, base, candidate)
     except DeadlineError:
         raise
@@ -160,10 +160,10 @@ def check_exactness(
         runs.close()
 
 
-def seconds_of_first_check(start: float, step: float) -> float:
-    """Seconds that the first check of a script takes, whose start and steps take so many each."""
-    starts = CHECK_RUNS / (1 + GAIN_OF_ANOTHER * (TOGETHER - 1))
-    return starts * start + CHECK_RUNS * STEPS * step
+def seconds_of_check(start: float, step: float, runs: int) -> float:
+    """Seconds that a check takes which runs a script so often, whose start and steps take so many seconds each."""
+    starts = runs / (1 + GAIN_OF_ANOTHER * (min(TOGETHER, runs) - 1))
+    return starts * start + runs * STEPS * step
 
 
 class _Runs:
@@ -194,6 +194,10 @@ class _Runs:
                 return made
             self.made[key] = made
         return self.made[key]
+
+    def on_cpu(self) -> bool:
+        """Whether the script trains on the CPU."""
+        return device_of(self.device, known_sites(self.script)) == "cpu"
 
     def close(self) -> None:
         """Ends the runs that have begun and were not asked for."""
@@ -244,8 +248,7 @@ class _Runs:
             self.begun[key] = self._start(self.expected.pop(key))
 
     def _start(self, methods: dict[str, Any]) -> ScriptProcess:
-        sites = known_sites(self.script)
-        conditions = {} if device_of(self.device, sites) == "cpu" else DETERMINISTIC
+        sites, conditions = known_sites(self.script), {} if self.on_cpu() else DETERMINISTIC
         return ScriptProcess(self.script, {**methods, **conditions}, self.device, self.seed, sites, self.deadline)
 
     def _train(self, process: ScriptProcess, methods: dict[str, Any], steps: int) -> ScriptRun:
@@ -295,11 +298,7 @@ def _judge_bit_exact(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any
 def _judge_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
     both = runs.in_double(base, candidate, STEPS)
     if both is not None:
-        number = _difference(both[0].weights, both[1].weights)
-        relation = "below" if number < MAX_DIFFERENCE else "not below"
-        steps = both[1].steps
-        why = f"in float64 the weights differ by {number:.1e} after {steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
-        return _result(number < MAX_DIFFERENCE, number, why)
+        return _judge_in_double(*both)
     a, b, rounded = runs.run(base, keep=True), runs.run(candidate), runs.run({**base, **ROUNDED}, keep=True)
     number, allowed = _difference(a.weights, b.weights), _difference(a.weights, rounded.weights)
     passed = number <= ROUNDING_FACTOR * allowed
@@ -308,6 +307,13 @@ def _judge_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, An
         f"steps; one rounding of every weight at the start grows to {allowed:.1e}"
     )
     return _result(passed, number, why if passed else f"{why}: it does more than round")
+
+
+def _judge_in_double(base: ScriptRun, candidate: ScriptRun) -> dict[str, Any]:
+    number = _difference(base.weights, candidate.weights)
+    relation, steps = "below" if number < MAX_DIFFERENCE else "not below", candidate.steps
+    why = f"in float64 the weights differ by {number:.1e} after {steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
+    return _result(number < MAX_DIFFERENCE, number, why)
 
 
 def _judge_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
@@ -343,7 +349,7 @@ def _judge_by_noise(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]
     noise = _difference(first.weights, second.weights)
     number = _difference(runs.run(base, keep=True).weights, runs.run(candidate).weights)
     passed = number <= NOISE_FACTOR * noise
-    cause = _seed_that_differs(first, second) or _alerts(runs)
+    cause = _seed_that_differs(first, second) or _alerts(runs, first)
     why = (
         f"this script is not reproducible{cause}: two runs of it differ by {noise:.1e} after "
         f"{first.steps} steps, so that equal bits cannot be shown; with the recipe they differ by {number:.1e}"
@@ -351,14 +357,16 @@ def _judge_by_noise(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]
     return _result(passed, number, why, statistics=True)
 
 
-def _alerts(runs: _Runs) -> str:
+def _alerts(runs: _Runs, first: ScriptRun) -> str:
     """The operations of a script that torch cannot reproduce, as far as it knows them."""
-    try:
-        alerts = runs.run(DETERMINISTIC, GRADIENT_STEPS, keep=True).alerts
-    except DeadlineError:
-        raise
-    except (RunError, ConfigurationError):
-        return ""
+    alerts = first.alerts  # on a GPU every run asks for deterministic algorithms
+    if runs.on_cpu():
+        try:
+            alerts = runs.run(DETERMINISTIC, GRADIENT_STEPS, keep=True).alerts
+        except DeadlineError:
+            raise
+        except (RunError, ConfigurationError):
+            return ""
     return f" (torch has no deterministic implementation of {', '.join(alerts)})" if alerts else ""
 
 

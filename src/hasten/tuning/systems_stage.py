@@ -47,6 +47,7 @@ SEARCH_COMPARISONS = 5.0  # with fewer in the budget there is no search: the bes
 MANY_COMPARISONS = 40.0  # with fewer, methods that need no choice are tried together before each is tried alone
 GUESSES = 3
 PROCESS_START_S = 0.5
+SPARE = 1.3  # times what a first comparison would have taken, of the budget that is recommended
 
 
 def find_systems(
@@ -171,8 +172,8 @@ def _confirmation_overhead(plan: dict[str, Any]) -> float:
 
 def _check_seconds(plan: dict[str, Any], is_first: bool = True) -> float:
     """Seconds that a check of exactness takes. The first of a script also runs it as it is, which is done once."""
-    if seconds := plan.get("check_seconds"):  # a script, whose runs are not cut short
-        return seconds if is_first else seconds / 2
+    if seconds := plan.get("check_seconds"):  # a script, whose runs are not cut short: of the first and of later ones
+        return seconds[0 if is_first else 1]
     steps = min(2 * CHECKED_STEPS * plan["step"], max(CHECK_SECONDS, CHECK_STEPS * plan["step"]))
     return 2 * _seconds_to_build(plan) + steps
 
@@ -205,7 +206,7 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
         recipe = guess.drop(*without_effect(study, guess))
         if not recipe or recipe in tried:
             continue
-        total = study.budget.spent + GUESSES * needed
+        total = SPARE * (study.budget.spent + needed)
         try:
             if study.budget.left() < needed:
                 raise OutOfBudgetError
@@ -215,6 +216,7 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
             if not any(trial["stage"] == "confirmation" and trial.get("ratio") for trial in study.trials):
                 state.too_small = f"the budget allows no comparison: {why}"
             return study.note(str(recipe), "systems", "not tried", why)
+        needed = comparison_seconds(plan)
         _add(state, found)
         save()
         if found and found.is_surely_faster:

@@ -38,7 +38,7 @@ from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_me
 from hasten.tuning.finding import DEFAULT_LEVEL, EXACT, LEVELS, PRECISION
 from hasten.tuning.result import SearchState, result_of, write
 from hasten.tuning.study import Study
-from hasten.tuning.systems_stage import COMPARISON_S, find_systems
+from hasten.tuning.systems_stage import COMPARISON_S, comparison_seconds, find_systems
 from hasten.tuning.training_stage import find_training
 from hasten.tuning.trial import FirstSteps
 from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore
@@ -326,6 +326,12 @@ def _start_of_comparisons(diagnosis: dict[str, Any], plan: dict[str, Any], budge
     return slow_from if is_early and is_near else 0
 
 
+def _takes_the_place_of_a_comparison(plan: dict[str, Any], seconds: float, left: float) -> bool:
+    """Whether a script whose start takes long could not be compared any more after a diagnosis of ``seconds``."""
+    needed = comparison_seconds(plan, is_first=True)
+    return "check_seconds" in plan and needed <= left < needed + plan["start"] + seconds
+
+
 def _diagnose(
     study: Study, state: SearchState, selection: MethodSelection, plan: dict[str, Any], varied: dict[str, float]
 ) -> None:
@@ -342,6 +348,8 @@ def _diagnose(
     why = ""
     if DIAGNOSIS_STEPS * plan["step"] > max(seconds, MIN_DIAGNOSIS_S):
         why = f"its {DIAGNOSIS_STEPS} steps of {plan['step']:.1f} s do not fit into the budget"
+    elif _takes_the_place_of_a_comparison(plan, seconds, budget.left()):
+        why = "the budget allows either it or a comparison"
     else:
         try:
             state.diagnosis = study.measure_once("diagnosis", f"diagnosing {study.task}", measure)

@@ -8,7 +8,6 @@ The process that makes the first backward pass claims the session; in every othe
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import os
 import resource
@@ -22,10 +21,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from hasten._torch_compat import cached_compile_seconds, compile_seconds
 from hasten.hosts.inside import facts, seeds
+from hasten.hosts.inside.answers import ANSWERS, evaluation_seconds
+from hasten.hosts.inside.block import Block
 from hasten.hosts.inside.checkpoints import CheckpointSeam
-from hasten.hosts.inside.code import CodeObserver
 from hasten.hosts.inside.frameworks import WATCHED as FRAMEWORKS
 from hasten.hosts.inside.frameworks import FrameworkLoop
 from hasten.hosts.inside.imports import ImportFinder
@@ -61,11 +60,10 @@ class Session:
         self.sites, self.phases = Sites(spec["directory"]), PhaseTimer(torch.device(spec["device"]))
         self.began, self.logged = time.perf_counter(), list[tuple[float, str, float, bool]]()
         self.connection: Any = None
-        self.block: dict[str, Any] | None = None  # that is running
+        self.block: Block | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
         self.warned: set[str] = set()  # what was printed once
         self.searches, self.search_until = 1, ROOT_SEARCH_STEPS  # for roots; the step at which the last one ends
-        self.code: CodeObserver | None = None
         self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
         self.composition: Any = None
         self.trains_without = ""  # reason why the recipe is not for this process
@@ -215,7 +213,7 @@ class Session:
         self.declared[name] = "" if higher_is_better is None else "max" if higher_is_better else "min"
         self.loop.report(name, value)
 
-    def _monitor(self) -> tuple[str, str] | None:
+    def monitor(self) -> tuple[str, str] | None:
         """The metric that the script names, by a framework or as the only one by ``hasten.attach``."""
         with_direction = {name: direction for name, direction in self.declared.items() if direction}
         declared = list((with_direction or self.declared).items())
@@ -323,7 +321,7 @@ class Session:
                 getattr(self, f"_begin_{name}")(**request)
                 return
             try:
-                self._answer(getattr(self, f"_{name}")(**request))
+                self._answer(ANSWERS[name](self, **request))
             except Exception as error:
                 self._answer({"error": f"{type(error).__name__}: {error}"})
 
@@ -334,28 +332,15 @@ class Session:
             os._exit(0)
 
     def _begin_train(self, count: int, timed: bool = False, observes_code: bool = False) -> None:
-        self.steps.remaining = count
-        self.steps.losses, self.steps.keep_losses = [], True
-        if timed:
-            self.steps.time_updates()
-            self.phases.device = self._device()
-            self.phases.start()
-        self._synchronize()
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        evaluated = self.models.evaluated_seconds
-        self.block = {"step": self.steps.count, "usage": usage, "evaluated": evaluated, "timed": timed}
-        self.evaluations_before = len(self.models.evaluations)
-        if observes_code:
-            self.code = CodeObserver(self.sites.line, lambda: self.models.began is not None)
-        self.block["began"] = time.perf_counter()
-        self.steps.last_ended = self.block["began"]
+        self.steps.remaining, self.evaluations_before = count, len(self.models.evaluations)
+        self.block = Block(self, timed, observes_code)
 
     def _begin_observe(self) -> None:
         """Observes the effects of the methods in the second step from here; the first one is another warm-up."""
-        self.observer = self.composition.observer(*self._seen()) if self.composition else None
+        self.observer = self.composition.observer(*self.seen()) if self.composition else None
         self.steps.remaining = 1
 
-    def _seen(self) -> tuple[bool, bool]:
+    def seen(self) -> tuple[bool, bool]:
         """Whether the script has read a DataLoader, and whether an optimizer has updated."""
         return self.loaders.has_loader, bool(self.steps.optimizers) or self.loop.has_optimizer
 
@@ -370,7 +355,8 @@ class Session:
         result["group"] = os.getpgrp()  # torchrun starts each rank in a session of its own
         result["world_size"] = _world_size()
         if self.block is not None:
-            result |= self._end_block()
+            result |= self.block.end()
+            self.block = None
         if self.observer is not None:
             if self.observer.running:
                 self.observer.end()
@@ -378,120 +364,19 @@ class Session:
             self.observer = None
         if self.wants_evaluation:
             self.wants_evaluation = False
-            result["evaluation"] = next(iter(self._evaluation_seconds(self.evaluations_before)), None)
+            result["evaluation"] = next(iter(evaluation_seconds(self, self.evaluations_before)), None)
         return result
 
-    def _end_block(self) -> dict[str, Any]:
-        issued = time.perf_counter()
-        self._synchronize()
-        now, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-        block, self.block = self.block, None
-        assert block is not None
-        before, evaluated = block["usage"], self.models.evaluated_seconds - block["evaluated"]
-        losses, self.steps.keep_losses = [float(loss) for loss in self.steps.losses], False
-        result = {
-            "count": self.steps.count - block["step"],
-            "seconds": now - block["began"] - evaluated,
-            "issue_seconds": issued - block["began"] - evaluated,
-            "untimed": evaluated,
-            "evaluations": self._evaluation_seconds(self.evaluations_before),
-            "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-            "system": after.ru_stime - before.ru_stime,
-            "faults": after.ru_minflt - before.ru_minflt,
-            "switches": after.ru_nivcsw - before.ru_nivcsw,
-            "losses": losses,
-        }
-        if self.code is not None:
-            result |= self.code.stop(max(1, result["count"]))
-            self.code = None
-        return result | ({"phases": self.phases.stop()} if block["timed"] else {})
-
-    def _describe(self) -> dict[str, Any]:
-        """What was found so far: sites, steps, evaluations, and facts about the run."""
-        models = self.models
-        of_loop = {*self.loop.facts, *(["varied_arguments"] if self.spec["vary"] else [])}
-        return {
-            "sites": self.sites.records,
-            "steps": self.steps.count,
-            "seconds": time.perf_counter() - self.began,
-            "compile_seconds": compile_seconds(),
-            "cached_compile_seconds": cached_compile_seconds(),
-            "marks": [(at - self.began, *rest) for at, *rest in models.marks],
-            "logged": [(at - self.began, *rest) for at, *rest in self.loop.logged] or self.logged,
-            "monitor": self._monitor(),
-            "no_effect": self.composition.without_effect(*self._seen()) if self.composition else [],
-            "backwards_per_step": self.steps.backwards,
-            "skipped": self.steps.skipped,
-            "arguments": self.arguments,
-            "main": self.sites.main(),
-            "expected_steps": facts.expected_steps(self.arguments, self.loaders.training_loaders(), self.steps),
-            **self._evaluations(),
-            **facts.describe(models, self.loaders.training_loaders(), self.steps, self.phases.device, of_loop),
-        }
-
-    def _memory(self) -> dict[str, Any]:
-        """The peak of the memory of this process."""
-        from hasten.engine.memory import memory_peak  # with packages that the script may not need
-
-        return memory_peak(self._device())
-
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         """The device of the script's first parameter; the assumed one before there is one."""
         return next(iter(facts.devices_of(self.models.roots)), self.phases.device)
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         """Waits for the current GPU and for all that hold parameters."""
         if torch.cuda.is_initialized():
             for device in {torch.device("cuda", torch.cuda.current_device()), *facts.devices_of(self.models.roots)}:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-
-    def _evaluations(self) -> dict[str, Any]:
-        """Seconds of an evaluation and the steps between two; None until one was seen."""
-        found = [] if self.models.trains_in_eval_mode else self.models.evaluations
-        if not found:
-            return {"evaluation_seconds": None, "evaluation_every": None}
-        steps = sorted({step for step, _ in found if step > 0})
-        every = steps[-1] - steps[-2] if len(steps) > 1 else steps[0] if steps else None
-        return {"evaluation_seconds": self._evaluation_seconds()[-1], "evaluation_every": every}
-
-    def _evaluation_seconds(self, first: int = 0) -> list[float]:
-        """Seconds spent on evaluations after each step that some followed, from evaluation number ``first`` on."""
-        seconds: dict[int, float] = {}
-        for step, each in self.models.evaluations[first:]:
-            seconds[step] = seconds.get(step, 0.0) + each
-        return list(seconds.values())
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """Everything that is trained, by name: the state of the roots, and parameters that belong to none of them."""
-        tensors = {
-            f"{index}.{name}": tensor
-            for index, root in enumerate(self.models.roots)
-            for name, tensor in root.state_dict().items()
-            if isinstance(tensor, torch.Tensor)
-        }
-        known = {tensor.data_ptr() for tensor in tensors.values()}
-        loose = [p for optimizer in self.steps.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return tensors | {f"loose.{i}": p for i, p in enumerate(loose) if p.data_ptr() not in known}
-
-    def _hash(self) -> dict[str, Any]:
-        """SHA-256 of the weights."""
-        digest = hashlib.sha256()
-        weights = self._weights()
-        for name in sorted(weights):
-            tensor = weights[name].detach().cpu().contiguous()
-            digest.update(name.encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-        return {"hash": digest.hexdigest(), "tensors": len(weights), "steps": self.steps.count}
-
-    def _save(self, path: str, gradients: bool = False) -> dict[str, Any]:
-        """Saves the weights, or the gradients of the step that has just ended, to a file."""
-        tensors = self._weights()
-        if gradients:
-            parameters = [(n, p) for i, root in enumerate(self.models.roots) for n, p in _named(root, i)]
-            tensors = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
-        torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
-        return {"tensors": len(tensors), "steps": self.steps.count}
 
     def _check_sites(self) -> None:
         """In a training for real, after its first step: what the recipe was found for must be there.
@@ -539,10 +424,6 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """The values that are data, numbers, texts and None; in place of any other, its type."""
     data = (int, float, str, type(None))
     return {name: value if isinstance(value, data) else type(value).__name__ for name, value in values.items()}
-
-
-def _named(root: torch.nn.Module, index: int) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(f"{index}.{name}", parameter) for name, parameter in root.named_parameters()]
 
 
 def _world_size() -> int:
