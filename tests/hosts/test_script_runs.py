@@ -15,7 +15,7 @@ from hasten.hosts.arm import ScriptArm
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess, _processes_with
 from hasten.hosts.script_ref import ScriptRef
-from hasten.hosts.services import watch_script
+from hasten.hosts.services import SERVICES, watch_script
 from hasten.hosts.site_map import known_sites
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -155,6 +155,21 @@ def test_sites_of_a_script_are_found():
     assert {"convolutions", "indexed_samples", "evaluations"} <= set(found["facts"])
 
 
+def test_estimate_takes_the_watched_run_and_starts_the_script_no_second_time():
+    ref = script("tensors.py", "60")
+    watch_script(ref)
+    first = SERVICES["FirstSteps"](ref, methods={}, device="cpu", seed=0)
+    with first as estimated, arm(ref) as started:
+        plan, other = estimated.call("build"), started.call("build")
+        assert estimated.process is None and plan.keys() == other.keys()
+    for name in ("samples_per_epoch", "batch_size", "steps", "evaluate_every", "facts"):
+        assert plan[name] == other[name], name
+    assert plan["start"] == pytest.approx(other["start"], rel=0.7) and plan["step"] == pytest.approx(
+        other["step"], rel=0.7
+    )
+    assert plan["evaluation"] == estimated.call("evaluate") > 0
+
+
 def test_arm_of_a_script_that_ends_is_started_again():
     with arm(script("gan.py", "2")) as worker:  # 32 steps
         plan = worker.call("build")
@@ -188,8 +203,8 @@ def test_equivalent_method_is_checked_in_float64(argv, recipe):
 
 def test_method_that_changes_the_training_is_not_exact():
     methods = Recipe.parse("gradient_centralization").methods
-    for exactness in ("BIT_EXACT", "EQUIVALENT_MATH"):
-        check = check_exactness(script("mnist.py"), {}, methods, exactness, "cpu", 0, None)
+    for promised in ("BIT_EXACT", "EQUIVALENT_MATH"):
+        check = check_exactness(script("mnist.py"), {}, methods, promised, "cpu", 0, None)
         assert not check["passed"] and "differ" in check["why"]
 
 

@@ -33,6 +33,21 @@ OBSERVED_S = 1.0  # of training, in which the script's own code is observed
 HANGING_S = 600.0  # without a step, after which a script hangs, where nothing else limits its time
 
 
+def start_seconds(elapsed: float, ready: dict[str, Any], described: dict[str, Any]) -> float:
+    """Seconds from the start of a script to the end of its first step.
+
+    Imports and data take as long under any recipe, but not to the clock of a busy machine; the C++ compiler of
+    torch.compile is another process.
+
+    Args:
+        elapsed: By the clock.
+        ready: The session's first message.
+        described: What it described then.
+    """
+    seconds = min(elapsed, ready["process_cpu"] + described["compile_seconds"])
+    return seconds + described["cached_compile_seconds"]
+
+
 class OwnLoopError(RunError):
     """A measurement that needs hasten's own loop; the script has not been touched."""
 
@@ -100,17 +115,13 @@ class ScriptArm:
         if self.needs_one_process:
             self.process.check_one_process()
         elapsed, described = time.monotonic() - began, self._ask("describe")
-        # imports and data take as long under any recipe, but not to the clock of a busy machine; the C++ compiler of
-        # torch.compile is another process
-        seconds = min(elapsed, ready["process_cpu"] + described["compile_seconds"])
-        seconds += described["cached_compile_seconds"]
+        seconds = start_seconds(elapsed, ready, described)
         known = known_sites(self.script) or {}
         if missing := missing_sites(known, described["sites"]):
             raise RunError(f"{missing}: this run of {self.script.name} is not the one that was watched")
         self.samples_per_step = described["samples_per_step"] or 1
         is_changed = "arguments" in known and changed_numbers(known["arguments"], described["arguments"])
         self.total = None if is_changed else known.get("total_steps")
-        length = self.total or (None if is_changed else known.get("expected_steps"))
         self._warm_up()
         effects = self._observe() if self.methods else {}
         rounds = [self.train(WARM_UP_STEPS)]
@@ -118,19 +129,24 @@ class ScriptArm:
             rounds.append(self.train(WARM_UP_STEPS))
         step = min(block["seconds"] / block["samples"] for block in rounds) * self.samples_per_step
         known = remember(self.script, self._ask("describe")) if not self.methods and not self.has_ended else known
-        every, evaluation = known.get("evaluation_every"), None
-        if with_evaluation and every and every * step < NEAR_S:
-            evaluation = known.get("evaluation_seconds")
+        length = self.total or (None if is_changed else known.get("expected_steps"))
+        plan = self._plan(known, max(0.0, seconds - step), step, length)
+        plan |= {} if with_evaluation else {"evaluation": None}
+        return plan | {"effects": effects, "facts": described["facts"], "peak_memory": self.peak_memory()}
+
+    def _plan(self, known: dict[str, Any], start: float, step: float, length: int | None) -> dict[str, Any]:
+        """What ``build`` returns, as far as it follows from the seconds of the start and of a step, and the number of
+        steps of a whole run.
+        """
+        every = known.get("evaluation_every")
         return {
-            "start": max(0.0, seconds - step),
+            "start": start,
             "step": step,
             "sync_period": 1,
             "warmup_steps": 0,
-            "evaluation": evaluation,
+            "evaluation": known.get("evaluation_seconds") if every and every * step < NEAR_S else None,
             "evaluation_seen": known.get("evaluation_seconds") if every else None,
-            "check_seconds": [
-                seconds_of_check(max(0.0, seconds - step), step, runs) for runs in (CHECK_RUNS, LATER_RUNS)
-            ],
+            "check_seconds": [seconds_of_check(start, step, runs) for runs in (CHECK_RUNS, LATER_RUNS)],
             "samples_per_epoch": length and length * self.samples_per_step,
             "batch_size": self.samples_per_step,
             "samples": self.position,
@@ -138,9 +154,6 @@ class ScriptArm:
             "steps": length,
             "epochs": 1,
             "evaluate_every": every and every * self.samples_per_step,
-            "effects": effects,
-            "facts": described["facts"],
-            "peak_memory": self.peak_memory(),
         }
 
     def peak_memory(self) -> list[MemoryPeak]:
@@ -241,6 +254,25 @@ class ScriptArm:
         if self.process is not None:
             self.process.close()
             self.process = None
+
+
+class WatchedArm(ScriptArm):
+    """The first steps of a script, of which the watched run has shown enough to start it no second time."""
+
+    def build(self, with_evaluation: bool = True) -> dict[str, Any]:
+        """As ``ScriptArm.build``; from the site map if that has ``first_steps``."""
+        known = known_sites(self.script) or {}
+        first = known.get("first_steps")
+        if not first:
+            return super().build(with_evaluation)
+        self.samples_per_step = known["samples_per_step"] or 1
+        length = known.get("total_steps") or known.get("expected_steps")
+        plan = self._plan(known, first["start"], first["step"], length)
+        return plan | {"effects": {}, "facts": known["facts"], "peak_memory": [known["memory"]]}
+
+    def evaluate(self) -> float:
+        """Seconds of an evaluation; those of the watched run, if that was all."""
+        return super().evaluate() if self.process else (known_sites(self.script) or {})["evaluation_seconds"]
 
 
 class ScriptProbe(ScriptArm):

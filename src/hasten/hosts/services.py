@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, suggest
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.hosts.arm import HANGING_S, ScriptArm, ScriptProbe
+from hasten.hosts.arm import HANGING_S, ScriptArm, ScriptProbe, WatchedArm, start_seconds
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import remember
@@ -23,6 +23,7 @@ WATCH_SHARE = 0.08  # of the budget, for the same
 WHOLE_RUN_SHARE = 0.16  # of the budget, for a first run that has to be a whole one: with --vary or --metric
 FIRST_METRIC_CHECK_S = 1.0  # of training, after which --metric is looked for in the output; then after twice the time
 BUDGET_MARGIN = 2.0  # by which a recommended budget exceeds that of the first run: the trials are whole runs, too
+ENOUGH_BLOCKS = 3  # of the watched run, that an estimate rests on
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 
 
@@ -104,17 +105,20 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
     Raises:
         ConfigurationError: It failed, or never trained.
     """
-    left = DEFAULT_BUDGET_S if deadline is None else deadline - time.monotonic()
+    started, blocks = time.monotonic(), list[dict[str, Any]]()
+    left = DEFAULT_BUDGET_S if deadline is None else deadline - started
     with ScriptProcess(script, {}, deadline=deadline) as process:
         answer = process.wait_until_trained(HANGING_S if deadline is None else None, deadline)
+        elapsed = time.monotonic() - started
         process.check_one_process()
         early = process.ask("describe", None, deadline)  # while the loaders exist
-        memory = process.ask("memory", None, deadline)
+        memory, start = process.ask("memory", None, deadline), start_seconds(elapsed, answer, early)
         watched = WHOLE_RUN_SHARE * left if script.vary or script.metric else min(WATCH_S, WATCH_SHARE * left)
         began, chunks = time.monotonic(), process.train_in_chunks(deadline)
         has_come, look = script.metric is None, began + FIRST_METRIC_CHECK_S
         while time.monotonic() < began + watched and not answer.get("ended"):
             answer = next(chunks)
+            blocks.append(answer)
             if not has_come and time.monotonic() > look:
                 has_come = has_named_metric(script, process, process.ask("describe", None, deadline))
                 look += look - began  # all output is read each time
@@ -127,13 +131,20 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
             has_come = has_named_metric(script, process, described, enough=1)
         described |= {"watched_seconds": time.monotonic() - began, "watched_steps": answer["steps"]}
         described["metric_has_come"] = has_come
-        described["memory"] = memory
+        described |= {"memory": memory, "first_steps": _first_steps(start, blocks)}
         described["facts"] = sorted({*described["facts"], *early["facts"]})
         described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
         described["total_steps"] = answer["steps"] if answer.get("ended") else None
         metric = metric_of_run(script, process, described) if described["total_steps"] else None
         described["metric"] = metric and {"name": metric.name, "direction": metric.direction}
         return remember(script, described)
+
+
+def _first_steps(start: float, blocks: list[dict[str, Any]]) -> dict[str, float] | None:
+    """Seconds of the start and of a step, by the fastest block after a warm-up; None if there were too few blocks."""
+    warm = [block["seconds"] / block["count"] for block in blocks[1:] if block["count"]]
+    step = min(warm, default=0.0)
+    return {"start": max(0.0, start - step), "step": step} if len(warm) >= ENOUGH_BLOCKS and step > 0.0 else None
 
 
 def _reason_run_is_too_long(site_map: dict[str, Any]) -> str:
@@ -178,7 +189,7 @@ def _varied(script: ScriptRef, site_map: dict[str, Any]) -> dict[str, float]:
 
 SERVICES: dict[str, Any] = {
     "Arm": ScriptArm,
-    "FirstSteps": ScriptArm,
+    "FirstSteps": WatchedArm,
     "Probe": ScriptProbe,
     "Description": ScriptDescription,
     "Trial": ScriptTrial,

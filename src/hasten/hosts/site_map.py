@@ -48,6 +48,7 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
         "metric_has_come",
         "main",
         "memory",
+        "first_steps",
     ):
         value = described.get(name)
         site_map[name] = before.get(name) if value is None else value
