@@ -8,7 +8,7 @@ import pytest
 
 from hasten.core.errors import ConfigurationError, MemoryExhaustedError
 from hasten.hosts import process
-from hasten.hosts.process import ScriptProcess
+from hasten.hosts.process import ScriptProcess, _reason
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.whole_run import run_to_end
 
@@ -127,3 +127,18 @@ def test_script_that_ends_by_exit_of_the_system_has_ended_well(tmp_path, end):
         running.wait_until_trained(120.0, None)
         assert running.ask("train", 120.0, None, count=100)["ended"]
         assert "sites" in running.ask("describe", 120.0, None)
+
+
+CUDA_FAILS = """Traceback (most recent call last):
+  File "/home/user/train.py", line 7, in <module>
+    model.cuda()
+torch.AcceleratorError: CUDA error: out of memory
+Search for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/cuda-runtime-api for more information.
+CUDA kernel errors might be asynchronously reported at some other API call.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+
+
+def test_reason_of_an_error_of_cuda_is_not_its_general_advice():
+    assert _reason(CUDA_FAILS) == "torch.AcceleratorError: CUDA error: out of memory (train.py:7)"
+    assert _reason("Traceback\nValueError: no data\nthe job failed") == "the job failed"

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ CHECK_RUNS = 4  # of a first check: two of the script as it is, one of each reci
 LATER_RUNS = 2  # of a later one, at most: what it needs of the base is known
 TOGETHER = min(CHECK_RUNS, len(os.sched_getaffinity(0)))  # runs that start at the same time
 GAIN_OF_ANOTHER = 0.6  # starts that one more process at the same time is worth: they share memory, disk and processors
+MAX_DOUBLE_S, DOUBLE_SHARE = 60.0, 0.2  # for the steps of one run in float64, and share of the time that is left
 MEMORY_SHARE = 0.5  # of what is available, that these may take
 MAX_DIFFERENCE = 1e-10  # relative, in float64
 MIN_GRADIENT_DB = 20.0
@@ -97,6 +99,11 @@ class Deterministic(Method):
                 yield
 
         return deterministic
+
+    def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        """Takes back what the script may have set: cuDNN would choose other algorithms in each run."""
+        torch.backends.cudnn.benchmark = False
+        return model
 
 
 ROUNDED = {f"{Rounded.__module__}:{Rounded.__name__}": {}}
@@ -166,6 +173,10 @@ def seconds_of_check(start: float, step: float, runs: int) -> float:
     return starts * start + runs * STEPS * step
 
 
+class _TooSlowError(RunError):
+    """A run takes too long, whatever it is run beside."""
+
+
 class _Runs:
     """Runs a script for its first steps; the runs that several checks need are made once.
 
@@ -179,6 +190,7 @@ class _Runs:
     def __init__(self, script: ScriptRef, device: str, seed: int, deadline: float | None):
         self.script, self.device, self.seed, self.deadline = script, device, seed, deadline
         self.key = script.fingerprint()
+        self.tested_in_double: dict[str, Any] | None = None  # methods of the run that shows whether float64 is possible
         self.expected, self.begun = dict[_Key, dict[str, Any]](), dict[_Key, ScriptProcess]()
 
     def expect(self, wanted: list[_Wanted]) -> None:
@@ -217,8 +229,9 @@ class _Runs:
         """Both recipes in float64; None if the script cannot run in it."""
         if self.key in self.double_fails:
             return None
+        self.tested_in_double = {**base, **DOUBLE}
         try:
-            first = self.run({**base, **DOUBLE}, steps, keep=True)
+            first = self.run(self.tested_in_double, steps, keep=True)
         except (RunError, ConfigurationError) as error:
             self.double_fails[self.key] = str(error)
             return None
@@ -232,13 +245,19 @@ class _Runs:
         self._start_expected()
         try:
             return self._train(process, methods, steps)
-        except DeadlineError:
+        except (DeadlineError, _TooSlowError):
             raise
         except (RunError, ConfigurationError) as error:
             if (is_alone and not self.begun) or NO_EFFECT in str(error):
                 raise
         self.close()  # it may have lacked memory, or something else that only one process can have
         return self._train(self._start(methods), methods, steps)
+
+    def _check_pace(self, seconds: float) -> None:
+        """Refuses float64 if it would take too long: a GPU for graphics computes it 64 times slower than float32."""
+        left = math.inf if self.deadline is None else self.deadline - time.monotonic()
+        if seconds > min(MAX_DOUBLE_S, DOUBLE_SHARE * left):
+            raise _TooSlowError(f"its first steps in float64 would take {seconds:.0f} s")
 
     def _start_expected(self) -> None:
         """Starts further runs beside the one that trains now."""
@@ -261,6 +280,10 @@ class _Runs:
                 raise RunError("; ".join(f"{method} {NO_EFFECT}: {why}" for method, why in nothing))
             directory = process.directory  # which both processes see
             process.ask("save", *limits, path=f"{directory}/gradients", gradients=True)
+            if answer["steps"] < steps and not answer.get("ended"):
+                answer = process.ask("train", *limits, count=1)
+                if methods == self.tested_in_double:
+                    self._check_pace(answer["seconds"] * (steps - answer["steps"]))
             if answer["steps"] < steps and not answer.get("ended"):
                 process.ask("train", *limits, count=steps - answer["steps"])
             found = process.ask("hash", *limits)

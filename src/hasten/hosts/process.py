@@ -41,6 +41,7 @@ NOT_LOADED = (
     "runs no Python that loads hasten: it ignores PYTHONPATH (python -I, -E or -S), or runs on another machine; "
     "leave such a flag out"
 )
+CUDA_ERROR = re.compile(r"[\w.]*Error: CUDA error: ")  # the line that says which; others with general advice follow
 MAX_TRACEBACK = 40  # lines that are repeated
 
 
@@ -243,9 +244,10 @@ class ScriptProcess:
             text = f"{name} was ended by {signal.Signals(-code).name}"
         else:
             text = f"{name} failed by itself with exit code {code}: {_reason(output)}"
-        from hasten._torch_compat import is_out_of_memory  # needs torch, which a real training does not start here
+        from hasten._torch_compat import is_gpu_taken, is_out_of_memory  # need torch, unlike a training for real
 
-        if (ended and code == -signal.SIGKILL) or is_out_of_memory(RuntimeError(_reason(output))):
+        why = RuntimeError(_reason(output))
+        if (ended and code == -signal.SIGKILL) or is_out_of_memory(why) or is_gpu_taken(why):
             raise MemoryExhaustedError(text.replace(" by itself", ""))
         if self.methods:
             raise RunError(text.replace(" by itself", ""))
@@ -347,7 +349,8 @@ def _reason(output: str) -> str:
         return "it printed nothing"
     if lines[-1].startswith("EOFError") or "EOF when reading a line" in lines[-1]:
         return "it asks for input, and its standard input is empty here (/dev/null)"
+    reason = next((line for line in reversed(lines) if CUDA_ERROR.match(line)), lines[-1])
     frames = re.findall(r'File "([^"]+)", line (\d+)', output)
     own = [(file, line) for file, line in frames if "site-packages" not in file and "/lib/python" not in file]
-    where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own and "Error" in lines[-1] else ""
-    return f"{lines[-1][:300]}{where}"
+    where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own and "Error" in reason else ""
+    return f"{reason[:300]}{where}"

@@ -87,7 +87,7 @@ def find_systems(
         rest = budget.part(max(0.0, 1 - withheld / max(budget.left(), 1e-9)))
         with rest, budget.reserve(seconds + _confirmation_overhead(plan)), _keep_unconfirmed(state):
             if not state.candidates.is_restricted:
-                together = gpu_compositions(state.diagnosis.get("facts") or ())
+                together = [_able(study, one) for one in gpu_compositions(state.diagnosis.get("facts") or ())]
                 try_compositions(study, state.incumbents, together, samples, screening)
             search_systems(study, state.incumbents, lower, samples, screening)
         with budget.part(1.0):
@@ -122,12 +122,17 @@ def _by_exactness(candidates: Candidates, level: str) -> tuple[list, list]:
     return [item for item in candidates.systems if item not in lower], [] if level == EXACT else lower
 
 
+def _able(study: Study, recipe: Recipe) -> Recipe:
+    """The recipe without the methods that cannot run where the task's loop is."""
+    return recipe.drop(*(name for name in recipe.methods if study.refusal(Recipe({name: {}}))))
+
+
 def experience_of(study: Study, state: SearchState) -> list[Recipe]:
     """The recipes that made tasks like this one faster, without the methods that cannot run where its loop is."""
     phases = {name: share for name, share in (state.diagnosis.get("phases") or {}).items() if share}
     recipes, facts = [], state.diagnosis.get("facts") or ()
     for recipe in (*gpu_compositions(facts), *compositions(facts, phases, study.device)):
-        able = recipe.drop(*(name for name in recipe.methods if study.refusal(Recipe({name: {}}))))
+        able = _able(study, recipe)
         if able and able not in recipes:
             recipes.append(able)
     return recipes

@@ -132,8 +132,16 @@ class Composition:
         transform, forward = self.fold("batch_transform", _identity), self.fold("forward", plain)
         if forward is plain:
             return lambda *args, **kwargs: plain(transform((args, kwargs)))
-        # the loss is the script's, and it expects what the model gave it before
-        return lambda *args, **kwargs: map_tensors(_to_float32, forward(transform((args, kwargs))))
+        if not any("uniform_precision" in method.card.invalidates for method in self.methods):
+            return lambda *args, **kwargs: forward(transform((args, kwargs)))
+        device = run.device.type
+
+        def in_lower_precision(*args: Any, **kwargs: Any) -> Any:
+            outputs = forward(transform((args, kwargs)))
+            # the loss is the script's, and it expects what the model gave it before
+            return outputs if torch.is_autocast_enabled(device) else map_tensors(_to_float32, outputs)
+
+        return in_lower_precision
 
     def wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``Tensor.backward`` under the methods."""

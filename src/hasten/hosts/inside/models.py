@@ -53,6 +53,8 @@ class ModelSeam:
         self.marks: list[tuple[float, int, int, bool]] = []  # (time, step, bytes printed, an evaluation begins)
         self.began: float | None = None  # of the evaluation that is running
         self.ended = 0.0  # of its last call
+        self.on_gpu: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # the same two moments of the GPU's work
+        self.waits_for_gpu = True  # at the begin and the end of an evaluation, to know its time
         self.inside = False
         self.is_symbolic: Callable[[Any, Any], bool] = lambda args, kwargs: False  # of a call that computes nothing
         self.wanted: set[int] | None = None  # ids of the parameters of which a later root must have some
@@ -173,12 +175,21 @@ class ModelSeam:
             self.begin_evaluation()
         self.records_gradients |= torch.is_grad_enabled()
         result = call(*args, **kwargs)
+        if self.on_gpu:
+            self.on_gpu[1].record()
         self.ended = time.perf_counter()
         return result
 
     def begin_evaluation(self) -> None:
-        """Notes that an evaluation has begun, at the end of the last step."""
-        self.began = self.steps.last_ended or time.perf_counter()
+        """Notes that an evaluation has begun, at the end of the last step; on a GPU, when that has computed it."""
+        now = time.perf_counter()
+        self.began = self.steps.last_ended or now
+        if self.waits_for_gpu and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            self.began += time.perf_counter() - now
+            self.on_gpu = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for event in self.on_gpu:
+                event.record()
         if not self.evaluations:
             site = {"site": f"{self.sites.line()}#1", "no_grad": not torch.is_grad_enabled()}
             self.sites.records.setdefault("evaluations", []).append(site)
@@ -191,6 +202,10 @@ class ModelSeam:
         if now:
             self.ended = time.perf_counter()
         seconds = self.ended - self.began
+        if self.on_gpu:
+            begin, end = self.on_gpu
+            end.synchronize()
+            seconds, self.on_gpu = max(seconds, begin.elapsed_time(end) / 1000), None
         self.began = None
         self.evaluated_seconds += seconds
         self.evaluations.append((self.steps.count, seconds))

@@ -129,6 +129,7 @@ class Session:
         self.steps = StepSeam(self.sites, self.phases)
         wrap_call = self._guarded(composition.wrap_call, _call_of_root) if composition else None
         self.models = ModelSeam(self.sites, self.phases, self.steps, wrap_call)
+        self.models.waits_for_gpu = self.spec["mode"] != "train"
         roles = {entry["site"]: entry["role"] for entry in known.get("loaders", ())}
         source_of = self._guarded(composition.source_of) if "data" in acts_on else None
         self.loaders = LoaderSeam(self.sites, self.phases, source_of, roles)

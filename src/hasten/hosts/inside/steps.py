@@ -98,7 +98,7 @@ class StepSeam:
                 if self.began is not None:  # inside of ``step(closure)``, whose update begins now
                     self.began = self.phases.now()
             if self.keep_losses and loss.numel() == 1:
-                self.losses.append(loss.detach())
+                self.losses.append(loss.detach().clone())  # a recorded step may write the next one to the same place
             self.passes += 1
             self.on_backward()
             if not self.has_optimizer or (self.passes >= MOST_BACKWARDS and not self.counts):
