@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from hasten.utils.autocast import autocast_obstacle
+
 
 def test_matrix_products_are_bfloat16_and_the_loss_is_float32(perceptron, trained):
     seen = {}
@@ -40,3 +42,11 @@ def test_bfloat16_model_has_no_effect(perceptron, trained):
 
     run = trained(perceptron(model=Lowered, loss=loss), "bfloat16", 1).run
     assert run.no_effect == [("bfloat16", "the model has no float32 matrix that could be multiplied in bfloat16")]
+
+
+def test_model_under_an_autocast_of_the_scripts_own_has_nothing_to_lower():
+    model = torch.nn.Linear(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        obstacle = autocast_obstacle(model, torch.device("cpu"), torch.float16)
+    assert obstacle == "the model is called under torch.autocast already, which computes in bfloat16"
+    assert autocast_obstacle(model, torch.device("cpu"), torch.float16) is None

@@ -12,6 +12,9 @@ def autocast_obstacle(model: torch.nn.Module, device: torch.device, dtype: torch
     name = str(dtype).removeprefix("torch.")
     if all(parameter.ndim < 2 or parameter.dtype != torch.float32 for parameter in model.parameters()):
         return f"the model has no float32 matrix that could be multiplied in {name}"
+    if torch.is_autocast_enabled(device.type):  # when a script calls its model for the first time
+        lowered = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+        return f"the model is called under torch.autocast already, which computes in {lowered}"
     has_lstm = any(isinstance(module, torch.nn.LSTM) for module in model.modules())
     if device.type == "cpu" and has_lstm and not _lstm_runs_in(dtype):
         return f"the model has an LSTM, which this CPU cannot compute in {name}"
