@@ -350,7 +350,7 @@ def test_estimate_of_a_check_counts_all_runs_of_a_script():
 
 @pytest.mark.parametrize(("left", "expected"), [(40.0, False), (55.0, True), (80.0, False)])
 def test_diagnosis_gives_way_to_a_comparison(left, expected):
-    """Of a script that starts in 9 s; with too little for either, the diagnosis at least has something to say."""
+    """Of a script that starts in 9 s; with too little for either, the diagnosis is made."""
     plan = PLAN | {"start": 9.0, "check_seconds": [25.0, 15.0]}
     assert _takes_the_place_of_a_comparison(plan, 12.0, left) is expected
     assert not _takes_the_place_of_a_comparison(PLAN | {"start": 9.0}, 12.0, left), "a task"

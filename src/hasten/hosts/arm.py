@@ -146,7 +146,7 @@ class ScriptArm:
             "warmup_steps": 0,
             "evaluation": known.get("evaluation_seconds") if every and every * step < NEAR_S else None,
             "evaluation_seen": known.get("evaluation_seconds") if every else None,
-            "check_seconds": [seconds_of_check(start, step, runs) for runs in (CHECK_RUNS, LATER_RUNS)],
+            "check_seconds": [seconds_of_check(start, step, runs, known) for runs in (CHECK_RUNS, LATER_RUNS)],
             "samples_per_epoch": length and length * self.samples_per_step,
             "batch_size": self.samples_per_step,
             "samples": self.position,

@@ -24,7 +24,7 @@ import re
 import time
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,8 @@ from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext
 from hasten.core.types import ContextFactory
 from hasten.engine.effects import NO_EFFECT
+from hasten.engine.memory import held_bytes
+from hasten.engine.resources import available_cpus
 from hasten.hosts.process import OUTPUT_BYTES, ScriptProcess
 from hasten.hosts.site_map import changed_numbers, device_of, known_sites
 
@@ -48,10 +50,11 @@ if TYPE_CHECKING:
 
 GRADIENT_STEPS = 5
 CHECK_RUNS = 4  # of a first check: two of the script as it is, one of each recipe
-LATER_RUNS = 2  # of a later one, at most: what it needs of the base is known
-TOGETHER = min(CHECK_RUNS, len(os.sched_getaffinity(0)))  # runs that start at the same time
+LATER_RUNS = 3  # of a later one, at most: two of the candidate, and what it needs of the base is mostly known
+TOGETHER = min(CHECK_RUNS, available_cpus())  # runs that start at the same time
 GAIN_OF_ANOTHER = 0.6  # starts that one more process at the same time is worth: they share memory, disk and processors
-MAX_DOUBLE_S, DOUBLE_SHARE = 60.0, 0.2  # for the steps of one run in float64, and share of the time that is left
+MAX_DOUBLE_S = 30.0  # for the steps of one run in float64, which GPUs for graphics compute 64 times slower than float32
+CLOCK_S = 1.1  # between two starts that shall not be in the same second
 MEMORY_SHARE = 0.5  # of what is available, that these may take
 MAX_DIFFERENCE = 1e-10  # relative, in float64
 MIN_GRADIENT_DB = 20.0
@@ -94,7 +97,11 @@ class Deterministic(Method):
         @contextmanager
         def deterministic() -> Generator[None]:
             torch.use_deterministic_algorithms(True, warn_only=True)  # the process ends with the check
-            warnings.filterwarnings("default", f".*{ALERT.pattern}")  # also in a script that raises on warnings
+            for pattern in (
+                ALERT.pattern,
+                "defaults to a non-deterministic",
+            ):  # also in a script that raises on warnings
+                warnings.filterwarnings("default", f".*{pattern}")
             with context():
                 yield
 
@@ -167,10 +174,17 @@ def check_exactness(
         runs.close()
 
 
-def seconds_of_check(start: float, step: float, runs: int) -> float:
+def seconds_of_check(start: float, step: float, runs: int, sites: dict[str, Any] | None) -> float:
     """Seconds that a check takes which runs a script so often, whose start and steps take so many seconds each."""
-    starts = runs / (1 + GAIN_OF_ANOTHER * (min(TOGETHER, runs) - 1))
+    starts = runs / (1 + GAIN_OF_ANOTHER * (min(runs_at_once(sites), runs) - 1))
     return starts * start + runs * STEPS * step
+
+
+def runs_at_once(sites: dict[str, Any] | None) -> int:
+    """How many runs of a script the processors and the memory of host and device allow, by its first step."""
+    peaks = [peak for name in ("memory", "host_memory") if (peak := (sites or {}).get(name))]
+    places = [int(MEMORY_SHARE * peak["available"] / max(1, held_bytes(peak))) for peak in peaks]
+    return max(1, min([TOGETHER, *places]))
 
 
 class _TooSlowError(RunError):
@@ -232,6 +246,8 @@ class _Runs:
         self.tested_in_double = {**base, **DOUBLE}
         try:
             first = self.run(self.tested_in_double, steps, keep=True)
+        except DeadlineError:
+            raise
         except (RunError, ConfigurationError) as error:
             self.double_fails[self.key] = str(error)
             return None
@@ -241,68 +257,61 @@ class _Runs:
         process = self.begun.pop(key, None)
         is_alone = process is None
         self.expected.pop(key, None)
-        process = process or self._start(methods)
-        self._start_expected()
-        try:
-            return self._train(process, methods, steps)
-        except (DeadlineError, _TooSlowError):
-            raise
-        except (RunError, ConfigurationError) as error:
-            if (is_alone and not self.begun) or NO_EFFECT in str(error):
+        with process or self._start(methods) as process:
+            self._start_expected()
+            try:
+                return self._train(process, methods, steps)
+            except (DeadlineError, _TooSlowError):
                 raise
+            except (RunError, ConfigurationError) as error:
+                if (is_alone and not self.begun) or NO_EFFECT in str(error):
+                    raise
         self.close()  # it may have lacked memory, or something else that only one process can have
-        return self._train(self._start(methods), methods, steps)
-
-    def _check_pace(self, seconds: float) -> None:
-        """Refuses float64 if it would take too long: a GPU for graphics computes it 64 times slower than float32."""
-        left = math.inf if self.deadline is None else self.deadline - time.monotonic()
-        if seconds > min(MAX_DOUBLE_S, DOUBLE_SHARE * left):
-            raise _TooSlowError(f"its first steps in float64 would take {seconds:.0f} s")
+        with self._start(methods) as process:
+            return self._train(process, methods, steps)
 
     def _start_expected(self) -> None:
-        """Starts further runs beside the one that trains now."""
-        places = min(TOGETHER, _places_in_memory(known_sites(self.script)))
+        """Starts further runs beside the one that trains now. One that fails to start is started when it is needed."""
+        places = runs_at_once(known_sites(self.script))
         while self.expected and 1 + len(self.begun) < places:
             key = next(iter(self.expected))
-            self.begun[key] = self._start(self.expected.pop(key))
+            methods = self.expected.pop(key)
+            if key[-1]:  # the second run of a recipe: a script that is seeded by the clock shows it in another second
+                time.sleep(max(0.0, self.last_start + CLOCK_S - time.monotonic()))
+            with suppress(RunError, ConfigurationError):
+                self.begun[key] = self._start(methods)
 
     def _start(self, methods: dict[str, Any]) -> ScriptProcess:
         sites, conditions = known_sites(self.script), {} if self.on_cpu() else DETERMINISTIC
+        self.last_start = time.monotonic()
         return ScriptProcess(self.script, {**methods, **conditions}, self.device, self.seed, sites, self.deadline)
 
     def _train(self, process: ScriptProcess, methods: dict[str, Any], steps: int) -> ScriptRun:
         limits = (None, self.deadline)
-        with process:
-            answer = process.wait_until_trained(*limits)
-            described = process.ask("describe", *limits)
-            nothing = described["no_effect"] if CONDITIONS not in methods else []
-            if nothing:
-                raise RunError("; ".join(f"{method} {NO_EFFECT}: {why}" for method, why in nothing))
-            directory = process.directory  # which both processes see
-            process.ask("save", *limits, path=f"{directory}/gradients", gradients=True)
-            if answer["steps"] < steps and not answer.get("ended"):
-                answer = process.ask("train", *limits, count=1)
-                if methods == self.tested_in_double:
-                    self._check_pace(answer["seconds"] * (steps - answer["steps"]))
-            if answer["steps"] < steps and not answer.get("ended"):
-                process.ask("train", *limits, count=steps - answer["steps"])
-            found = process.ask("hash", *limits)
-            process.ask("save", *limits, path=f"{directory}/weights")
-            alerts = list(dict.fromkeys(ALERT.findall(process.output(OUTPUT_BYTES))))
-            weights, gradients = (torch.load(directory / name, weights_only=True) for name in ("weights", "gradients"))
+        answer = process.wait_until_trained(*limits)
+        described = process.ask("describe", *limits)
+        nothing = [(name, why) for name, why in described["no_effect"] if name not in DETERMINISTIC]
+        if nothing and CONDITIONS not in methods:
+            raise RunError("; ".join(f"{method} {NO_EFFECT}: {why}" for method, why in nothing))
+        directory = process.directory  # which both processes see
+        process.ask("save", *limits, path=f"{directory}/gradients", gradients=True)
+        if answer["steps"] < steps and not answer.get("ended"):
+            answer = process.ask("train", *limits, count=1)
+            seconds = answer["seconds"] * (steps - answer["steps"])
+            if methods == self.tested_in_double and seconds > MAX_DOUBLE_S:
+                raise _TooSlowError(f"the other steps in float64 would take {seconds:.0f} s")
+        if answer["steps"] < steps and not answer.get("ended"):
+            process.ask("train", *limits, count=steps - answer["steps"])
+        found = process.ask("hash", *limits)
+        process.ask("save", *limits, path=f"{directory}/weights")
+        alerts = list(dict.fromkeys(ALERT.findall(process.output(OUTPUT_BYTES))))
+        weights, gradients = (torch.load(directory / name, weights_only=True) for name in ("weights", "gradients"))
         if not weights:
             raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")
         if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
             raise RunError(f"{bad[0]} is not finite after {found['steps']} steps of {Recipe(methods)}")
         seeds = described["sites"]["seeds"]
         return ScriptRun(found["steps"], found["hash"], described["arguments"], seeds, alerts, weights, gradients)
-
-
-def _places_in_memory(sites: dict[str, Any] | None) -> int:
-    """How many runs of a script the memory of its device allows at the same time, by its first step."""
-    seen = (sites or {}).get("memory") or {}
-    peak = seen.get("reserved") or seen.get("resident")
-    return max(1, int(MEMORY_SHARE * seen["available"] / peak)) if peak and seen.get("available") else CHECK_RUNS
 
 
 def _result(passed: bool, number: float, why: str, statistics: bool = False) -> dict[str, Any]:
@@ -326,8 +335,8 @@ def _judge_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, An
     number, allowed = _difference(a.weights, b.weights), _difference(a.weights, rounded.weights)
     passed = number <= ROUNDING_FACTOR * allowed
     why = (
-        f"in float32, since this script does not run in float64, the weights differ by {number:.1e} after {b.steps} "
-        f"steps; one rounding of every weight at the start grows to {allowed:.1e}"
+        f"in float32, since this script fails in float64 or takes too long there, the weights differ by {number:.1e} "
+        f"after {b.steps} steps; one rounding of every weight at the start grows to {allowed:.1e}"
     )
     return _result(passed, number, why if passed else f"{why}: it does more than round")
 

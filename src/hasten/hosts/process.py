@@ -86,7 +86,8 @@ class ScriptProcess:
             argv, environment = script.argv_under(self.methods), injected(script.environment, self.directory)
             environment.setdefault("PYTHONHASHSEED", "0")
             environment.setdefault("PYTHONUNBUFFERED", "1")
-            command = {"argv": box.wrap(argv, hidden_checkpoints(script)), "environment": box.environment(environment)}
+            self.hidden = set(hidden_checkpoints(script))  # another run may find more of them meanwhile
+            command = {"argv": box.wrap(argv, sorted(self.hidden)), "environment": box.environment(environment)}
             self.server = clean_server()
             output = str(self.directory / "output")
             self.pid = self.server.execute(script.directory, **command, output=output, timeout=left)
@@ -122,11 +123,11 @@ class ScriptProcess:
     def found_checkpoints(self) -> bool:
         """Whether the script has resumed from checkpoints that were not known; they are hidden from here on."""
         path = self.directory / RESUMED
-        new = hide_checkpoints(self.script, json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
-        if new:
+        paths = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        if new := hide_checkpoints(self.script, paths):
             text = f"{self.script.name} resumes from {', '.join(new)}; its trials start without, at step 0"
             warnings.warn(text, HastenWarning, stacklevel=3)
-        return bool(new)
+        return not self.hidden.issuperset(paths)
 
     def _wait_for_first_step(self, timeout: float | None, deadline: float | None) -> dict[str, Any]:
         limit = None if timeout is None else time.monotonic() + timeout

@@ -112,7 +112,8 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         elapsed = time.monotonic() - started
         process.check_one_process()
         early = process.ask("describe", None, deadline)  # while the loaders exist
-        memory, start = process.ask("memory", None, deadline), start_seconds(elapsed, answer, early)
+        start = start_seconds(elapsed, answer, early)
+        memory = {name: process.ask(name, None, deadline) for name in ("memory", "host_memory")}
         watched = WHOLE_RUN_SHARE * left if script.vary or script.metric else min(WATCH_S, WATCH_SHARE * left)
         began, chunks = time.monotonic(), process.train_in_chunks(deadline)
         has_come, look = script.metric is None, began + FIRST_METRIC_CHECK_S
@@ -131,7 +132,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
             has_come = has_named_metric(script, process, described, enough=1)
         described |= {"watched_seconds": time.monotonic() - began, "watched_steps": answer["steps"]}
         described["metric_has_come"] = has_come
-        described |= {"memory": memory, "first_steps": _first_steps(start, blocks)}
+        described |= {**memory, "first_steps": _first_steps(start, blocks)}
         described["facts"] = sorted({*described["facts"], *early["facts"]})
         described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
         described["total_steps"] = answer["steps"] if answer.get("ended") else None
@@ -141,10 +142,15 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
 
 
 def _first_steps(start: float, blocks: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Seconds of the start and of a step, by the fastest block after a warm-up; None if there were too few blocks."""
-    warm = [block["seconds"] / block["count"] for block in blocks[1:] if block["count"]]
-    step = min(warm, default=0.0)
-    return {"start": max(0.0, start - step), "step": step} if len(warm) >= ENOUGH_BLOCKS and step > 0.0 else None
+    """Seconds of the start and of a step, by blocks after a warm-up; None if there were too few.
+
+    A quarter of the blocks are faster: other programs only make steps longer, but a block may hold short batches.
+    """
+    warm = sorted(block["seconds"] / block["count"] for block in blocks[1:] if block["count"])
+    if len(warm) < ENOUGH_BLOCKS or not warm[0] > 0.0:
+        return None
+    step = warm[len(warm) // 4]
+    return {"start": max(0.0, start - step), "step": step}
 
 
 def _reason_run_is_too_long(site_map: dict[str, Any]) -> str:

@@ -7,8 +7,10 @@ means that the run is not the one that was watched.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,7 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
         "metric_has_come",
         "main",
         "memory",
+        "host_memory",
         "first_steps",
     ):
         value = described.get(name)
@@ -101,12 +104,19 @@ def write(directory: Path, script: ScriptRef, recipe: Recipe) -> None:
 
 
 def is_checked(recipe: Recipe, sites: Mapping[str, Any] | None, script: ScriptRef) -> bool:
-    """Whether the search has checked just this recipe, for this code, with the packages that are installed here."""
-    return sites is not None and sites["checked"] == _checked(recipe) and sites["fingerprint"] == script.fingerprint()
+    """Whether the search has checked just this recipe, for this code, in this environment, on a device that is here."""
+    if sites is None or ((sites["device"] or "").startswith("cuda") and not _has_gpu()):
+        return False
+    return sites["checked"] == _checked(recipe) and sites["fingerprint"] == script.fingerprint()
 
 
 def _checked(recipe: Recipe) -> list[str]:
-    return [str(recipe), hasten.__version__, sys.prefix]
+    return [str(recipe), hasten.__version__, sys.prefix, version("torch")]
+
+
+def _has_gpu() -> bool:
+    """Whether this process may see an NVIDIA GPU, as far as that shows without torch."""
+    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
 
 
 def read_beside(recipe: str | None) -> dict[str, Any] | None:

@@ -68,8 +68,8 @@ def is_launch_bound(
 
     ``queued_steps`` is how much of a step's time the GPU still computes when the host has queued the last operation of
     a block of steps. Where the GPU is the slower one, the queue is full of operations then. A host that reads
-    ``host_reads`` values a step empties the queue itself: there, ``read_share`` of the time that it waits for them
-    tells, if it was measured.
+    ``host_reads`` values a step empties the queue itself: there, the ``read_share`` of the time that it waits for them
+    decides, if it was measured.
     """
     reads = (host_reads or 0.0) >= 0.5 and (read_share is None or read_share > MAX_READ_SHARE)
     return "cuda" in facts and queued_steps <= LAUNCH_BOUND and input_share < MAX_INPUT_SHARE and not reads

@@ -66,6 +66,13 @@ def memory(session: Session) -> dict[str, Any]:
     return dict(memory_peak(session.device()))
 
 
+def host_memory(session: Session) -> dict[str, Any]:
+    """The peak of the host's memory that this process has taken, also if it trains on a GPU."""
+    from hasten.engine.memory import memory_peak
+
+    return dict(memory_peak(torch.device("cpu")))
+
+
 def hash_weights(session: Session) -> dict[str, Any]:
     """SHA-256 of the weights."""
     digest = hashlib.sha256()
@@ -107,6 +114,7 @@ def _gradients(session: Session) -> dict[str, torch.Tensor]:
 ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "describe": describe,
     "memory": memory,
+    "host_memory": host_memory,
     "hash": hash_weights,
     "save": save,
 }

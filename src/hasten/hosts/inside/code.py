@@ -124,7 +124,7 @@ class CodeObserver:
             source, target = _places(original.__name__, *args, **kwargs) if torch.cuda.is_initialized() else ("", "")
             if source == target or threading.get_ident() != self.thread:
                 return original(*args, **kwargs)
-            if target == "cpu":
+            if target == "cpu" and original.__name__ == "to":
                 return read(*args, **kwargs)
             self.waits_for_gpu = True
             try:

@@ -184,7 +184,8 @@ class ModelSeam:
         """Notes that an evaluation has begun, at the end of the last step; on a GPU, when that has computed it."""
         now = time.perf_counter()
         self.began = self.steps.last_ended or now
-        if self.waits_for_gpu and torch.cuda.is_initialized():
+        is_frequent = bool(self.evaluations) and self.steps.count <= self.evaluations[-1][0] + 1
+        if self.waits_for_gpu and torch.cuda.is_initialized() and not is_frequent:  # such as a teacher in eval mode
             torch.cuda.synchronize()
             self.began += time.perf_counter() - now
             self.on_gpu = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -201,6 +202,8 @@ class ModelSeam:
             return
         if now:
             self.ended = time.perf_counter()
+            if self.on_gpu:
+                self.on_gpu[1].record()
         seconds = self.ended - self.began
         if self.on_gpu:
             begin, end = self.on_gpu
