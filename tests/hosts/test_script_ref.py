@@ -155,6 +155,31 @@ def test_candidates_that_a_script_cannot_run_are_left_out_with_the_reason(tmp_pa
     assert name == "batch_size" and "the hook plan" in why and "train.py owns its training loop" in why
 
 
+def test_method_that_changes_the_optimizer_is_refused_where_the_first_run_had_none(tmp_path):
+    """As under Keras, whose optimizers are its own."""
+    (tmp_path / "train.py").touch()
+    ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(tmp_path))
+    study = Study(ref, "cpu", TrialStore(tmp_path, {}), Budget(10.0), no_progress)
+    fused = Recipe.parse("fused_optimizer")
+    assert study.refusal(fused) == "", "nothing is known before the first run"
+    of_keras = {"site": "train.py:1#1", "type": "Adam", "made_by": "keras"}
+    site_map.remember(ref, {"sites": {"optimizers": [of_keras]}, "watched_steps": 9})
+    assert "train.py updates without one" in study.refusal(fused)
+    assert study.refusal(Recipe.parse("in_memory_batches")) == ""
+
+
+def test_search_beside_the_script_leaves_it_the_same_script(tmp_path):
+    (tmp_path / "train.py").touch()
+    ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(tmp_path))
+    before = ref.fingerprint()
+    for name in ("trials.jsonl", "recipe.toml"):
+        (tmp_path / "tuned").mkdir(exist_ok=True)
+        (tmp_path / "tuned" / name).write_text("[methods]")
+    assert ref.fingerprint() == before
+    (tmp_path / "config.toml").write_text("epochs = 3")
+    assert ref.fingerprint() != before
+
+
 def test_site_map_on_disk_holds_no_parsed_argument(tmp_path):
     (tmp_path / "train.py").touch()
     ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(tmp_path))

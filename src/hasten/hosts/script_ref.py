@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hasten.core.errors import ConfigurationError, RunError
-from hasten.core.method import Method
+from hasten.core.method import Method, hooks_of
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
 from hasten.engine.registry import method_class, takes_any_option
@@ -27,6 +27,7 @@ IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site
 WITH_VALUE = "mcWX"  # one-letter options of Python that take the next argument
 MAX_FILES, MAX_BYTES = 2000, 1 << 20  # files that the fingerprint covers, and the size of each
 WRITTEN = ("runs", "node_modules", "__pycache__", "wandb", "mlruns", "outputs", "multirun", "lightning_logs", "logs")
+MADE_IN = ("pyvenv.cfg", "trials.jsonl", "environment.json")  # a virtual environment, a search or a run of hasten
 CODE = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")  # and configuration, which decides what code does
 OURS = {
     "PYTHONWARNINGS": "ignore",
@@ -133,8 +134,17 @@ class ScriptRef(TaskRef):
         return f"{self.name}-{digest.hexdigest()[:16]}"
 
     def check_methods(self, methods: Sequence[Method]) -> None:
-        """Refuses a method that needs what a script cannot offer; ConfigurationError."""
-        check_supported(SCRIPT, methods, Path(self.file).name if self.file else self.name)
+        """Refuses a method that needs what a script cannot offer, or did not in its first run; ConfigurationError."""
+        name = Path(self.file).name if self.file else self.name
+        check_supported(SCRIPT, methods, name)
+        known = site_map.known_sites(self) or {}
+        of_torch = [one for one in known.get("optimizers", ()) if one.get("made_by") != "keras"]
+        if known.get("watched_steps") and not of_torch:
+            for method in methods:
+                if "optimizer" in hooks_of(method):
+                    raise ConfigurationError(
+                        f"{method.name} changes an optimizer of torch, and {name} updates without one"
+                    )
 
     def start_worker(
         self, service: str, processes: int, timeout: float | None, deadline: float | None, **arguments: Any
@@ -204,7 +214,10 @@ def _script_among(arguments: Sequence[str], directory: str) -> str | None:
 
 
 def _code_files(directory: Path) -> list[Path]:
-    """Files of CODE below a directory; none in hidden directories, those of WRITTEN and virtual environments."""
+    """Files of CODE below a directory.
+
+    None in hidden directories, those of WRITTEN, virtual environments, and those that hold one of MADE_IN.
+    """
     found: list[Path] = []
     for root, directories, names in os.walk(directory):
         directories[:] = sorted(
@@ -212,7 +225,7 @@ def _code_files(directory: Path) -> list[Path]:
             for name in directories
             if not name.startswith(".")
             and name not in WRITTEN
-            and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))
+            and not any(os.path.exists(os.path.join(root, name, made)) for made in MADE_IN)
         )
         found += [Path(root, name) for name in sorted(names) if name.endswith(CODE)]
         if len(found) >= MAX_FILES:

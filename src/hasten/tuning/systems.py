@@ -210,6 +210,11 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
             continue
         how: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "seconds": seconds}
         outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
+        while idle := _without_effect_in(outcome, recipe):  # which changed nothing in the check either
+            spent += outcome["trial_seconds"]
+            study.note(str(recipe), "confirmation", "no effect", outcome["failed"], seconds=spent)
+            recipe = recipe.drop(*idle)
+            outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
         was_short = outcome.get("verdict") == UNSURE and outcome["seconds"] < seconds < study.budget.left()
         if was_short:  # it was made within a smaller budget, and is stored
             outcome = study.compare_speed(Recipe(), recipe, **how, salt=f"confirmation of {seconds:.0f} s")
@@ -227,6 +232,12 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
                 level = finding.ESTIMATED
             return Finding(recipe, level, whole_run_ratio(outcome, samples), why, comparison=outcome)
     return None
+
+
+def _without_effect_in(outcome: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The methods for whose lack of an effect a comparison failed, if others remain."""
+    idle = [name for name in recipe.methods if f"{name} {NO_EFFECT}" in outcome.get("failed", "")]
+    return idle if len(idle) < len(recipe.methods) else []
 
 
 def _compare_losses(outcome: dict, why: str) -> tuple[str, str]:
