@@ -377,6 +377,18 @@ def test_guesses_leave_out_methods_that_had_no_effect_in_an_earlier_one(monkeypa
     assert len(tried) == len(set(tried)) and not any("fused_optimizer" in what for what in tried[1:])
 
 
+@pytest.mark.parametrize(("threads", "expected"), [(1.5, True), (1.02, False)])
+def test_faster_guess_is_extended_by_methods_whose_options_have_to_be_chosen(threads, expected):
+    faster = {"fused_optimizer": 1.3, "in_memory_batches": 1.2, "num_threads:count=1": threads}
+    study, state = Planted(faster=faster), SearchState(comparison_seconds=5.0)
+    names = ("fused_optimizer", "in_memory_batches", "num_threads")
+    state.candidates = Candidates(systems=[candidate(name) for name in names])
+    systems_stage.confirm_best_guess(study, state, PLAN, lambda: None)  # type: ignore[arg-type]
+    best = recommended(state.findings)
+    assert best is not None and ("num_threads" in best.recipe.methods) is expected
+    assert {"fused_optimizer", "in_memory_batches"} <= best.recipe.methods.keys()
+
+
 def test_compositions_leave_out_methods_that_had_no_effect_in_an_earlier_one():
     study = Planted(faster={"num_threads:count=2": 2.0, "flush_denormals": 1.5}, without_effect=("fused_optimizer",))
     both = [Recipe.parse("fused_optimizer+num_threads:count=2"), Recipe.parse("flush_denormals+fused_optimizer")]

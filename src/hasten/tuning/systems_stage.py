@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from hasten.benchmarking.arm import warm_up_steps
@@ -23,6 +23,7 @@ from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
 from hasten.tuning.systems import (
     Candidate,
+    add_or_replace,
     confirm_speed,
     conflict_reason,
     search_systems,
@@ -46,6 +47,7 @@ MAX_COMPOSITIONS = 2
 SEARCH_COMPARISONS = 5.0  # with fewer in the budget there is no search: the best guess is measured
 MANY_COMPARISONS = 40.0  # with fewer, methods that need no choice are tried together before each is tried alone
 GUESSES = 3
+LUCK = 1.05  # ratio of two comparisons of the same recipe, which is seen easily
 PROCESS_START_S = 0.5
 SPARE = 1.3  # times what a first comparison would have taken, of the budget that is recommended
 
@@ -225,10 +227,31 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
         _add(state, found)
         save()
         if found and found.is_surely_faster:
-            return None
+            return _extend(study, state, found, plan, save)
         tried.append(recipe)
         guesses.appendleft(guess)  # without its methods that turned out to have no effect
     return None
+
+
+def _extend(study: Study, state: SearchState, best: Finding, plan: dict[str, Any], save: Callable[[], Any]) -> None:
+    """Adds methods whose options have to be chosen to a recipe that is faster, as long as a comparison fits.
+
+    Each is measured against the unchanged task. It has to gain more than the luck of such a comparison.
+    """
+    for item in _by_exactness(state.candidates, state.level)[0]:
+        for options in item.presets if item.name not in best.recipe.methods else ():
+            recipe = add_or_replace(best.recipe, item.name, options)
+            if isinstance(recipe, str) or without_effect(study, recipe):
+                continue
+            if study.budget.left() < comparison_seconds(plan):
+                return
+            with suppress(OutOfBudgetError):
+                found = confirm_speed(study, [recipe], samples_of(plan), state.comparison_seconds)
+                if found is None or found.gain.median < LUCK * best.gain.median:
+                    break  # the other presets are bolder
+                _add(state, found)
+                save()
+                best = found
 
 
 def _guesses(study: Study, state: SearchState) -> list[Recipe]:
