@@ -46,6 +46,16 @@ def test_samples_on_the_device_are_tried_first_on_a_gpu_and_never_on_a_cpu():
     assert offered(CPU)["in_memory_batches"] == ({},)
 
 
+def test_input_methods_come_first_where_a_gpu_waits_for_its_data():
+    """Although their bound is unknown there: what a copy waits for shows in other phases."""
+    names = ("compile", "cudnn_benchmark", "in_memory_batches", "channels_last")
+    advice = [{"method": name, "bound": None if name == "in_memory_batches" else 1.2, "why": ""} for name in names]
+    waits = {"advice": advice, "facts": sorted(AMPERE), "phases": {"input": 0.8, "copy": 0.0}}
+    assert candidates_for(waits, MethodSelection.of(None, ())).systems[0].name == "in_memory_batches"
+    computes = waits | {"phases": {"input": 0.01, "copy": 0.0}}
+    assert candidates_for(computes, MethodSelection.of(None, ())).systems[0].name != "in_memory_batches"
+
+
 def test_all_gpus_of_a_machine_are_taken_by_name_only():
     several = AMPERE | {"several_gpus"}
     assert "data_parallel" not in offered(several)

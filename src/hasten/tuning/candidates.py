@@ -13,6 +13,7 @@ from hasten.core.card import FACTS, Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, make_methods, method_class
+from hasten.profiling.advise import amdahl
 from hasten.tuning.systems import EXACT, Candidate, candidate
 from hasten.tuning.varied_arguments import sets_arguments, with_varied
 
@@ -96,7 +97,8 @@ def candidates_for(
             found.not_tried.append((name, why))
         else:
             options = None if only is None else only.methods.get(name)
-            chosen.append(candidate(name, advice["bound"], options, on_gpu=on_gpu))
+            bound = advice["bound"] or (_least_bound(name, diagnosis.get("phases", {})) if on_gpu else None)
+            chosen.append(candidate(name, bound, options, on_gpu=on_gpu))
     if only is None:
         found.not_tried += [(entry["method"], entry["why"]) for entry in diagnosis.get("not_advised", ())]
     else:  # the user's choice overrides the advice
@@ -116,6 +118,12 @@ def candidates_for(
         else:
             found.training.append(item)
     return found
+
+
+def _least_bound(name: str, phases: Mapping[str, float]) -> float | None:
+    """For the order only: the bound of a method for copies by the phases that are known, since it may be higher."""
+    accelerated = method_class(name).card.accelerates
+    return amdahl(sum(phases.get(phase, 0.0) for phase in accelerated)) if "copy" in accelerated else None
 
 
 def strong_baselines(device: str, cores: int, facts: frozenset[str] = frozenset()) -> list[Recipe]:
