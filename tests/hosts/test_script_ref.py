@@ -172,7 +172,7 @@ def test_search_beside_the_script_leaves_it_the_same_script(tmp_path):
     (tmp_path / "train.py").touch()
     ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(tmp_path))
     before = ref.fingerprint()
-    for name in ("trials.jsonl", "recipe.toml"):
+    for name in ("trials.jsonl", "lock", "recipe.toml"):
         (tmp_path / "tuned").mkdir(exist_ok=True)
         (tmp_path / "tuned" / name).write_text("[methods]")
     assert ref.fingerprint() == before

@@ -23,6 +23,7 @@ from hasten.utils.op_recorder import NOT_CHECKED
 WARMUP_STEPS = 2  # steps of this process before the one that is observed: compiling and first batches are over
 SLOW_CHECK_S = 1.0  # a check that takes longer is reported with its seconds
 NO_EFFECT = "has no effect"  # in the message of the error; the tuner recognizes it
+CHECK_FAILED = "its effect check failed"
 T = TypeVar("T")
 
 
@@ -123,7 +124,7 @@ class EffectObserver:
         except NoEffectError as error:
             self._report(name, str(error))
         except (Exception, SystemExit) as error:
-            self._report(name, f"its effect check failed at {self._place(name, error)}: {format_error(error)}")
+            self._report(name, f"{CHECK_FAILED} at {self._place(name, error)}: {format_error(error)}")
         finally:
             self.check_seconds[name] += perf_counter() - began
         del self.running[name]

@@ -27,7 +27,11 @@ IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site
 WITH_VALUE = "mcWX"  # one-letter options of Python that take the next argument
 MAX_FILES, MAX_BYTES = 2000, 1 << 20  # files that the fingerprint covers, and the size of each
 WRITTEN = ("runs", "node_modules", "__pycache__", "wandb", "mlruns", "outputs", "multirun", "lightning_logs", "logs")
-MADE_IN = ("pyvenv.cfg", "trials.jsonl", "environment.json")  # a virtual environment, a search or a run of hasten
+MADE_IN = (
+    ("pyvenv.cfg",),
+    ("trials.jsonl", "lock"),
+    ("environment.json", "log.jsonl"),
+)  # an environment, a search, a run
 CODE = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")  # and configuration, which decides what code does
 OURS = {
     "PYTHONWARNINGS": "ignore",
@@ -216,7 +220,7 @@ def _script_among(arguments: Sequence[str], directory: str) -> str | None:
 def _code_files(directory: Path) -> list[Path]:
     """Files of CODE below a directory.
 
-    None in hidden directories, those of WRITTEN, virtual environments, and those that hold one of MADE_IN.
+    None in hidden directories, those of WRITTEN, and those that hold the files of one of MADE_IN.
     """
     found: list[Path] = []
     for root, directories, names in os.walk(directory):
@@ -225,7 +229,7 @@ def _code_files(directory: Path) -> list[Path]:
             for name in directories
             if not name.startswith(".")
             and name not in WRITTEN
-            and not any(os.path.exists(os.path.join(root, name, made)) for made in MADE_IN)
+            and not any(all(os.path.exists(os.path.join(root, name, file)) for file in files) for files in MADE_IN)
         )
         found += [Path(root, name) for name in sorted(names) if name.endswith(CODE)]
         if len(found) >= MAX_FILES:

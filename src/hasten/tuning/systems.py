@@ -18,7 +18,7 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
-from hasten.engine.effects import NO_EFFECT
+from hasten.engine.effects import CHECK_FAILED, NO_EFFECT
 from hasten.engine.registry import make_methods, method_class, takes_any_option
 from hasten.tuning import finding
 from hasten.tuning.budget import OutOfBudgetError
@@ -213,7 +213,7 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
         while idle := _without_effect_in(outcome, recipe):  # which changed nothing in the check either
             spent += outcome["trial_seconds"]
             study.note(str(recipe), "confirmation", "no effect", outcome["failed"], seconds=spent)
-            recipe = recipe.drop(*idle)
+            spent, recipe = 0.0, recipe.drop(*idle)
             outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
         was_short = outcome.get("verdict") == UNSURE and outcome["seconds"] < seconds < study.budget.left()
         if was_short:  # it was made within a smaller budget, and is stored
@@ -235,8 +235,9 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
 
 
 def _without_effect_in(outcome: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The methods for whose lack of an effect a comparison failed, if others remain."""
-    idle = [name for name in recipe.methods if f"{name} {NO_EFFECT}" in outcome.get("failed", "")]
+    """The methods for whose lack of an effect a comparison failed, if others remain and that lack is certain."""
+    failed = outcome.get("failed", "")
+    idle = [name for name in recipe.methods if f"{name} {NO_EFFECT}" in failed and CHECK_FAILED not in failed]
     return idle if len(idle) < len(recipe.methods) else []
 
 

@@ -58,7 +58,7 @@ def find_systems(
     """Finds the fastest recipe of exact methods, then with methods of lower precision; confirms both."""
     budget, seconds, samples = study.budget, state.comparison_seconds, samples_of(plan)
     if budget.left() < SEARCH_COMPARISONS * comparison_seconds(plan):
-        return confirm_best_guess(study, state, plan, save)
+        return confirm_best_guess(study, state, plan, save, is_followed)
     fits = is_followed and budget.left() * (1 - SYSTEMS_SHARE) >= whole_runs_seconds(state, USUAL_SPEEDUP)
     fits_short = budget.left() * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
     share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
@@ -201,7 +201,9 @@ def comparison_seconds(plan: dict[str, Any], is_first: bool = False) -> float:
     return 2 * _seconds_to_build(plan) + blocks + _check_seconds(plan, is_first)
 
 
-def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], save: Callable[[], Any]) -> None:
+def confirm_best_guess(
+    study: Study, state: SearchState, plan: dict[str, Any], save: Callable[[], Any], is_followed: bool = False
+) -> None:
     """Measures recipes that are worth a guess, where the budget allows only a few comparisons, until one is faster.
 
     A recipe that no search has picked needs no second measurement: its comparison is the confirmation.
@@ -227,8 +229,8 @@ def confirm_best_guess(study: Study, state: SearchState, plan: dict[str, Any], s
         _add(state, found)
         save()
         if found and found.is_surely_faster:
-            return _extend(study, state, found, plan, save)
-        tried.append(recipe)
+            return None if is_followed else _extend(study, state, found, plan, save)
+        tried += [recipe, found.recipe] if found else [recipe]
         guesses.appendleft(guess)  # without its methods that turned out to have no effect
     return None
 
@@ -247,7 +249,7 @@ def _extend(study: Study, state: SearchState, best: Finding, plan: dict[str, Any
                 return
             with suppress(OutOfBudgetError):
                 found = confirm_speed(study, [recipe], samples_of(plan), state.comparison_seconds)
-                if found is None or found.gain.median < LUCK * best.gain.median:
+                if not (found and found.is_surely_faster and found.gain.median >= LUCK * best.gain.median):
                     break  # the other presets are bolder
                 _add(state, found)
                 save()

@@ -22,6 +22,7 @@ FREE_THE_DISK = "what was measured before is kept; free the disk, and the same c
 TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
     "memory ran out",
     "out of memory",
+    "busy or unavailable",  # a GPU that another process has for itself
     "the process was",
     "took longer",
     "no such file",

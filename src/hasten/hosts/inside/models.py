@@ -54,6 +54,7 @@ class ModelSeam:
         self.began: float | None = None  # of the evaluation that is running
         self.ended = 0.0  # of its last call
         self.on_gpu: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # the same two moments of the GPU's work
+        self.device = torch.device("cpu")  # of the model that is evaluated
         self.waits_for_gpu = True  # at the begin and the end of an evaluation, to know its time
         self.inside = False
         self.is_symbolic: Callable[[Any, Any], bool] = lambda args, kwargs: False  # of a call that computes nothing
@@ -176,7 +177,7 @@ class ModelSeam:
         self.records_gradients |= torch.is_grad_enabled()
         result = call(*args, **kwargs)
         if self.on_gpu:
-            self.on_gpu[1].record()
+            self.on_gpu[1].record(torch.cuda.current_stream(self.device))
         self.ended = time.perf_counter()
         return result
 
@@ -185,12 +186,14 @@ class ModelSeam:
         now = time.perf_counter()
         self.began = self.steps.last_ended or now
         is_frequent = bool(self.evaluations) and self.steps.count <= self.evaluations[-1][0] + 1
-        if self.waits_for_gpu and torch.cuda.is_initialized() and not is_frequent:  # such as a teacher in eval mode
-            torch.cuda.synchronize()
+        self.device = next((p.device for root in self.roots for p in root.parameters()), torch.device("cpu"))
+        if self.waits_for_gpu and self.device.type == "cuda" and not is_frequent:  # such as a teacher in eval mode
+            torch.cuda.synchronize(self.device)
             self.began += time.perf_counter() - now
-            self.on_gpu = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with torch.cuda.device(self.device):
+                self.on_gpu = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             for event in self.on_gpu:
-                event.record()
+                event.record(torch.cuda.current_stream(self.device))
         if not self.evaluations:
             site = {"site": f"{self.sites.line()}#1", "no_grad": not torch.is_grad_enabled()}
             self.sites.records.setdefault("evaluations", []).append(site)
@@ -203,7 +206,7 @@ class ModelSeam:
         if now:
             self.ended = time.perf_counter()
             if self.on_gpu:
-                self.on_gpu[1].record()
+                self.on_gpu[1].record(torch.cuda.current_stream(self.device))
         seconds = self.ended - self.began
         if self.on_gpu:
             begin, end = self.on_gpu
