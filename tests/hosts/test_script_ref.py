@@ -217,8 +217,9 @@ def test_devices_of_a_script_are_those_of_its_parameters():
 def test_check_on_a_gpu_asks_for_deterministic_algorithms():
     """In a process of its own: the mode is global."""
     code = (
-        "import os, torch; from contextlib import nullcontext; from hasten.hosts.exactness import Deterministic\n"
-        "with Deterministic().process_context(nullcontext, None)():\n"
+        "import os, torch; from contextlib import nullcontext; from types import SimpleNamespace\n"
+        "from hasten.hosts.exactness import Deterministic\n"
+        "with Deterministic().process_context(nullcontext, SimpleNamespace(checkpoint_state={}))():\n"
         "    print(torch.are_deterministic_algorithms_enabled())\n"
         "    print(torch.is_deterministic_algorithms_warn_only_enabled())\n"
         "print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"

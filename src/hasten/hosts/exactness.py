@@ -256,7 +256,7 @@ class _Runs:
 
     def _run(self, key: _Key, methods: dict[str, Any], steps: int) -> ScriptRun:
         process = self.begun.pop(key, None)
-        is_alone = process is None
+        is_only_run = process is None
         self.expected.pop(key, None)
         with process or self._start(methods) as process:
             self._start_expected()
@@ -265,7 +265,7 @@ class _Runs:
             except (DeadlineError, _TooSlowError):
                 raise
             except (RunError, ConfigurationError) as error:
-                if (is_alone and not self.begun) or NO_EFFECT in str(error):
+                if (is_only_run and not self.begun) or NO_EFFECT in str(error):
                     raise
         self.close()  # it may have lacked memory, or something else that only one process can have
         with self._start(methods) as process:

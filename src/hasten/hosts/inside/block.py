@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hasten.hosts.inside.session import Session
 
 
-class Block:
+class TrainingBlock:
     """Begins when it is made, and ends once.
 
     Args:

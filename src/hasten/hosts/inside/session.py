@@ -23,7 +23,7 @@ import torch
 
 from hasten.hosts.inside import facts, seeds
 from hasten.hosts.inside.answers import ANSWERS, evaluation_seconds
-from hasten.hosts.inside.block import Block
+from hasten.hosts.inside.block import TrainingBlock
 from hasten.hosts.inside.checkpoints import CheckpointSeam
 from hasten.hosts.inside.frameworks import WATCHED as FRAMEWORKS
 from hasten.hosts.inside.frameworks import FrameworkLoop
@@ -60,7 +60,7 @@ class Session:
         self.sites, self.phases = Sites(spec["directory"]), PhaseTimer(torch.device(spec["device"]))
         self.began, self.logged = time.perf_counter(), list[tuple[float, str, float, bool]]()
         self.connection: Any = None
-        self.block: Block | None = None  # that is running
+        self.block: TrainingBlock | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
         self.warned: set[str] = set()  # what was printed once
         self.searches, self.search_until = 1, ROOT_SEARCH_STEPS  # for roots; the step at which the last one ends
@@ -334,7 +334,7 @@ class Session:
 
     def _begin_train(self, count: int, timed: bool = False, observes_code: bool = False) -> None:
         self.steps.remaining, self.evaluations_before = count, len(self.models.evaluations)
-        self.block = Block(self, timed, observes_code)
+        self.block = TrainingBlock(self, timed, observes_code)
 
     def _begin_observe(self) -> None:
         """Observes the effects of the methods in the second step from here; the first one is another warm-up."""
