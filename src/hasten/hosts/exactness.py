@@ -97,11 +97,8 @@ class Deterministic(Method):
         @contextmanager
         def deterministic() -> Generator[None]:
             torch.use_deterministic_algorithms(True, warn_only=True)  # the process ends with the check
-            for pattern in (
-                ALERT.pattern,
-                "defaults to a non-deterministic",
-            ):  # also in a script that raises on warnings
-                warnings.filterwarnings("default", f".*{pattern}")
+            for pattern in (ALERT.pattern, "defaults to a non-deterministic"):
+                warnings.filterwarnings("default", f".*{pattern}")  # no error, even where the script raises on warnings
             with context():
                 run.checkpoint_state[self.name] = torch.backends.cudnn.benchmark  # as the methods want it
                 yield
