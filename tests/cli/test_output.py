@@ -16,9 +16,8 @@ from hasten import Recipe
 from hasten.benchmarking.blocks import MIN_PAIRS
 from hasten.cli.main import main
 from hasten.core.card import PHASES
-from hasten.reporting.result_schema import SCHEMAS
 from hasten.reporting.terminal import diagnose_answer
-from hasten.reporting.validation import MAX_TEXT
+from hasten.reporting.validation import MAX_TEXT, SCHEMAS
 from hasten.tuning import study, tune
 from hasten.tuning.tune import BUDGET_RUNS, MIN_BUDGET_S
 from helpers.process import run_hasten

@@ -11,7 +11,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling import ops
 from hasten.profiling.diagnose import diagnose
-from hasten.reporting.result_parts import Operations
+from hasten.reporting.result_schema import Operations
 from hasten.reporting.validation import validate
 from hasten.testing.tasks import CLASSES, Labeled, perceptron
 from hasten.tuning.budget import Budget

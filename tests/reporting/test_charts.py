@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from hasten.reporting import charts, labels, view_model
+from hasten.reporting import charts, frontier_chart, view_model
 from hasten.reporting.validation import validate
 from helpers import sample_results as samples
 
@@ -84,7 +84,7 @@ def test_labels_of_the_curves_do_not_overlap(baseline, tuned, target, width):
         arm["time"] = time
     drawing = ET.fromstring(str(charts.curves(arms, target, METRIC, width=width)))
     texts = [each for each in drawing.iter("text") if "halo" in each.get("class")]
-    boxes = [labels.text_box(float(each.get("x")), float(each.get("y")), each.text) for each in texts]
+    boxes = [frontier_chart.text_box(float(each.get("x")), float(each.get("y")), each.text) for each in texts]
     assert len(boxes) == 3
     assert all(a.overlap(b) == 0 for index, a in enumerate(boxes) for b in boxes[index + 1 :])
     assert all(box.left > 0 and box.right < width + 1 for box in boxes)

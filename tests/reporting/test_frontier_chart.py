@@ -6,10 +6,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from hasten.reporting import charts, frontier_chart
-from hasten.reporting.frontier import frontier_rows
-from hasten.reporting.frontier_chart import frontier, place_labels
-from hasten.reporting.labels import LETTER, LINE, Box
+from hasten.reporting.frontier_chart import Box, frontier, place_labels
+from hasten.reporting.svg import LETTER, LINE
 from hasten.reporting.validation import validate
+from hasten.reporting.view_model import frontier_rows
 from helpers import sample_results as samples
 
 METRIC = {"name": "accuracy", "higher_is_better": True, "unit": ""}
@@ -99,7 +99,7 @@ def test_labels_of_close_points_do_not_overlap(count, spread):
     boxes = [box_of(ET.fromstring(str(part))) for part in parts if part.startswith("<text")]
     assert len(boxes) == count
     for index, one in enumerate(boxes):
-        assert one.overlap(inside) == pytest.approx(one.area), "inside the plot"
+        assert one.overlap(inside) == pytest.approx(one.overlap(one)), "inside the plot"
         assert all(one.overlap(other) == 0 for other in boxes[index + 1 :])
         assert all(one.distance(point) > frontier_chart.MARK - 1 for point in points), "no mark is hidden"
 

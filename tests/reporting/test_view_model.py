@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from hasten.reporting import operations, view_model
-from hasten.reporting.frontier import frontier_rows
 from hasten.reporting.validation import validate
+from hasten.reporting.view_model import frontier_rows
 from helpers import sample_results as samples
 
 

@@ -12,7 +12,7 @@ from statistics import fmean, stdev, variance
 
 from scipy.special import stdtrit  # the t quantile; to import scipy.stats takes a second
 
-from hasten.reporting.result_parts import Interval
+from hasten.reporting.result_schema import Interval
 
 LOOKS = (6, 9, 14, 21, 32, 48)  # numbers of pairs of blocks after which a comparison of one round may stop
 ROUND_LOOKS = (1, 3, 4, 6, 8, 12, 16)  # numbers of rounds after which a comparison of several may stop

@@ -29,4 +29,4 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     from hasten.launch.comm_benchmark import bench_comm
 
     result = bench_comm(options.device, on_progress=on_progress, timeout=options.timeout)
-    return CommandResult(result, page("terminal_bench_comm", "bench_comm_answer"))
+    return CommandResult(result, page("terminal_ranks", "bench_comm_answer"))

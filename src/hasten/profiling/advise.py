@@ -6,7 +6,7 @@ Works from shares of the time, measured ceilings and cards; no method's code is 
 from collections.abc import Mapping
 
 from hasten.core.card import CEILINGS, FACTS, PHASES, REMEDIES, Card
-from hasten.reporting.result_parts import Advice, NotAdvised
+from hasten.reporting.result_schema import Advice, NotAdvised
 
 MIN_BOUND = 1.02  # a method whose bound is lower is not worth a trial
 MIN_REMAINDER = 1e-3  # share of the time that always remains, so that every bound is finite

@@ -22,8 +22,7 @@ from hasten.profiling.drift import STRETCHES, Drift, describe, measure_drift
 from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_operations
 from hasten.profiling.step_profile import StepProfile, profile_steps
 from hasten.profiling.verdict import memory_sentence, possible_gains, verdict_of
-from hasten.reporting.result_parts import DetectedMetric, DriftRow, Interval, NotAdvised
-from hasten.reporting.result_schema import DiagnoseResult
+from hasten.reporting.result_schema import DetectedMetric, DiagnoseResult, DriftRow, Interval, NotAdvised
 from hasten.utils.durations import parse_budget
 
 PROFILE_SHARE, INPUT_SHARE, DRIFT_SHARE = 0.6, 0.1, 0.2  # of the budget; the rest is for building the run

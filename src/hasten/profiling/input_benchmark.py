@@ -24,7 +24,7 @@ from hasten.data.workers.runners import InlineRunner
 from hasten.engine.devices import synchronize
 from hasten.engine.error_messages import explain_error
 from hasten.engine.plan import Program
-from hasten.reporting.result_parts import InputThroughput
+from hasten.reporting.result_schema import InputThroughput
 from hasten.utils.batch import batch_size, map_tensors
 from hasten.utils.graph_batch import sampling_and_fetch
 

@@ -19,7 +19,7 @@ from hasten.core.task import Task
 from hasten.engine.plan import Program
 from hasten.engine.registry import cards_that_state, make_methods
 from hasten.engine.tasks import TaskRef
-from hasten.reporting.result_parts import LossScaleStep, Operation, Operations
+from hasten.reporting.result_schema import LossScaleStep, Operation, Operations
 from hasten.utils.op_recorder import OpRecorder
 
 OBSERVED_STEPS = 5

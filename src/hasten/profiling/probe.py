@@ -24,7 +24,7 @@ from hasten.profiling.ablations import LARGER_BATCH, LargerBatch, disabled_phase
 from hasten.profiling.facts import facts_of
 from hasten.profiling.flops import best_format, copy_bytes_per_second, flops_per_sample, peak_flops
 from hasten.profiling.input_benchmark import measure_input
-from hasten.reporting.result_parts import InputThroughput
+from hasten.reporting.result_schema import InputThroughput
 from hasten.utils.op_recorder import OpRecorder
 
 

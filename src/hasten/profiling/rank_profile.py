@@ -44,7 +44,7 @@ from hasten.profiling.facts import facts_of
 from hasten.profiling.gradient_compression import HALF_PRECISION_SAVING, cast_speedup, measure_cast_seconds
 from hasten.profiling.rank_probe import EXCHANGE, INPUT, RankProbe
 from hasten.profiling.stragglers import find_straggler, rank_phase_times, skew_of, slowest_rank_shares
-from hasten.reporting.result_parts import Advice, NotAdvised
+from hasten.reporting.result_schema import Advice, NotAdvised
 from hasten.utils.durations import parse_budget
 
 CEILINGS = {EXCHANGE: "no_exchange", INPUT: "no_input"}  # the kind of block that each is measured with

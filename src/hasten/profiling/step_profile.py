@@ -24,7 +24,7 @@ from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import LARGER_BATCH, NoUpdate, ReplayedBatch, ResidentBatch, import_path
 from hasten.profiling.ceilings import Ceilings, measure_ceilings
 from hasten.profiling.phase_timer import TimePhases
-from hasten.reporting.result_parts import Flops
+from hasten.reporting.result_schema import Flops
 
 TIMING_SHARE = 0.4  # of the budget, for the phases; the rest is for the ceilings
 MIN_PAIRS, MAX_PAIRS = 3, 8  # of blocks with and without the phase timer

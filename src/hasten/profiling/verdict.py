@@ -7,7 +7,7 @@ from hasten.engine.registry import remedies
 from hasten.profiling.ablations import BATCH_FACTOR, LARGER_BATCH
 from hasten.profiling.advise import amdahl
 from hasten.profiling.step_profile import StepProfile
-from hasten.reporting.result_parts import Flops
+from hasten.reporting.result_schema import Flops
 
 MIN_GAIN = 1.1  # a cause with a smaller gain is not named first
 DOMINANT_GAIN = 2.0  # a phase with this gain is the cause even if a larger batch, which would hide it, gives more

@@ -4,19 +4,20 @@ Each chart is drawn for a width in pixels, so that its text is 13 pixels high at
 and a narrow drawing and shows the one that fits. Shapes have CSS classes; ``page.css`` defines their colors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from math import ceil, floor, log, log10
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from math import ceil, floor, inf, log, log10
 
 from markupsafe import Markup, escape
 
 from hasten.core.card import PHASES
 from hasten.reporting import formatting
-from hasten.reporting.labels import LETTER, LINE, Box, Point, best_box, covered, text_box
-from hasten.reporting.svg import box, clipped, dot, element, line, svg, text, whisker
+from hasten.reporting.svg import LETTER, box, clipped, dot, element, line, svg, text, whisker
 from hasten.reporting.view_model import ARMS, Json
 
 WIDE, NARROW = 820, 340
 MAX_POINTS = 160  # per line
+MAX_LAYERS = 12
 PHASE_CLASSES = {*PHASES, "start", "training", "checkpoints"} - {"steps"}  # that page.css colors
 
 
@@ -56,9 +57,14 @@ def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int)
         y = at(0, target)[1]
         parts.append(line(left, y, width - right, y, "target"))
         parts += [dot(*at(*point), 3.5, f"dot {_arm_class(arm)}") for arm in arms for point in arm["target_points"]]
-        avoided = [covered([at(*point) for point in thin_out(points)]) for arm in arms for points in arm["lines"]]
-        label = f"target {formatting.plain(target, metric['unit'])}"
-        parts += _target_labels(arms, at, target, label, [*set().union(*avoided)], Box(left, top, width, floor_y))
+        name_of_line = f"target {formatting.plain(target, metric['unit'])}"
+        parts.append(text(width - right - LETTER * len(name_of_line), y - 7, name_of_line, "small halo"))
+        for arm, label_y in zip(_reaching(arms), _label_heights(y, top, floor_y), strict=False):
+            x, label = at(arm["time"], target)[0], f"{arm['label']} {formatting.seconds(arm['time'])}"
+            label_width = LETTER * len(label)
+            label_x = x + 7 if x + 7 + label_width < width else x - 7 - label_width
+            parts.append(line(x, min(y, label_y), x, floor_y, f"drop {_arm_class(arm)}"))
+            parts.append(text(label_x, label_y, label, f"label halo {_arm_class(arm)}"))
     return svg(width, height, f"{name} over wall-clock time", _curves_text(arms, target), parts)
 
 
@@ -86,38 +92,91 @@ def phase_bars(bars: Sequence[tuple[str, str, Mapping[str, float]]], width: int)
 
 def waterfall(start: float, end: float, steps: Sequence[Json], width: int) -> Markup:
     """From the time of the baseline down to the tuned time, a bar for each step of ``view_model.staircase``."""
-    wide = width > 500
-    left, right, row, thick = (210, 156, 38, 20) if wide else (0, 0, 48, 18)
+    left, right, row, thick, first = _bar_layout(width)
     scale = (width - left - right) / start
-
-    def bar(index: int, name: str, note: str, low: float, high: float, kind: str) -> list[Markup]:
-        y = index * row + (9 if wide else 20)
-        x, end = left + low * scale, left + high * scale
-        text_y = y + 15 if wide else y - 6
-        return [
-            text(0, text_y, formatting.shorten(name, 26 if wide else 20), "label", title=name),
-            text(width, text_y, note, "value end"),
-            box(x, y, max(end - x, 1.5), thick, kind),
-        ]
-
-    parts = bar(0, "baseline", formatting.seconds(start), 0, start, "bar baseline")
+    parts = _named_bar(0, width, "baseline", formatting.seconds(start), 0, 1, "bar baseline")
     for index, step in enumerate(steps, 1):
         kind = "bar stair" if step["speedup"] else "bar combination"
         note = _ratio_with_interval(step["speedup"]) if step["speedup"] else "combined effect"
-        parts += bar(index, step["name"], note, step["to"], step["from"], kind)
-        top, x = index * row + (9 if wide else 20), left + step["from"] * scale
-        if wide:  # where names stand above the bars, a link would cross them
-            parts.append(line(x, top - (row - thick), x, top, "link"))
+        parts += _named_bar(index, width, step["name"], note, step["to"] / start, step["from"] / start, kind)
+        y, x = index * row + first, left + step["from"] * scale
+        if width > 500:  # where names stand above the bars, a link would cross them
+            parts.append(line(x, y - (row - thick), x, y, "link"))
         if step["high_end"] - step["low_end"] > 0:
             low, high = left + step["low_end"] * scale, left + min(step["high_end"], start) * scale
-            parts += whisker(low, high, top + thick / 2, 5, "whisker")
+            parts += whisker(low, high, y + thick / 2, 5, "whisker")
     last = len(steps) + 1
-    parts += bar(last, "tuned", formatting.seconds(end), 0, end, "bar tuned")
+    parts += _named_bar(last, width, "tuned", formatting.seconds(end), 0, end / start, "bar tuned")
     description = f"From {formatting.seconds(start)} to {formatting.seconds(end)}: " + ", ".join(
         f"{step['name']} {formatting.ratio(step['speedup']['median']) if step['speedup'] else 'combined effect'}"
         for step in steps
     )
     return svg(width, (last + 1) * row, "What each method contributes", description, parts)
+
+
+def layers(costs: Mapping[str, float | None], width: int) -> Markup:
+    """Bars: how much the metric loses if a layer alone is int8."""
+    shown = sorted(((name, cost or 0.0) for name, cost in costs.items()), key=lambda item: -item[1])[:MAX_LAYERS]
+    longest = max((cost for _, cost in shown), default=0.0) or 1.0
+    parts = list[Markup]()
+    for index, (name, cost) in enumerate(shown):
+        share = max(cost, 0.0) / longest
+        parts += _named_bar(index, width, name, formatting.loss_percent(cost), 0, share, "bar baseline")
+    description = "; ".join(f"{name}: {formatting.loss_percent(cost)}" for name, cost in shown)
+    return svg(width, len(shown) * _bar_layout(width)[2], "What each layer costs", description, parts)
+
+
+def _bar_layout(width: int) -> tuple[int, int, int, int, int]:
+    """Pixels: left and right of the bars, from a row to the next, thickness of a bar, and above the first one."""
+    return (210, 156, 38, 20, 9) if width > 500 else (0, 0, 48, 18, 20)
+
+
+def _named_bar(index: int, width: int, name: str, note: str, low: float, high: float, kind: str) -> list[Markup]:
+    """A row with a bar between two shares of the longest one: its name at the left or above, a note at the right."""
+    left, right, row, thick, first = _bar_layout(width)
+    y, scale, wide = index * row + first, width - left - right, width > 500
+    text_y = y + 15 if wide else y - 6
+    return [
+        text(0, text_y, formatting.shorten(name, 26 if wide else 20), "label", title=name),
+        text(width, text_y, note, "value end"),
+        box(left + low * scale, y, max((high - low) * scale, 1.5), thick, kind),
+    ]
+
+
+def losses(trials: Sequence[Json], chosen: Json | None, max_loss: float | None, width: int) -> Markup:
+    """A row for each int8 model: a dot at its loss, right of the limit in the forbidden area; its size and speed."""
+    wide = width > 500
+    left, right, row, text_dy = (230, 150, 30, 5) if wide else (0, 0, 46, -12)
+    limit = max_loss or 0.0
+    farthest = 4 * max(limit, 1e-4)  # beyond it a dot stands at the edge, with its number
+    height = len(trials) * row + 26
+
+    def at(loss: float) -> float:
+        share = (min(max(loss, -0.2 * farthest), farthest) / farthest + 0.2) / 1.2
+        return left + 8 + share * (width - left - right - 16)
+
+    parts = [
+        box(at(limit), 0, width - right - at(limit), height - 26, "forbidden"),
+        line(at(0.0), 0, at(0.0), height - 26, "axis"),
+        line(at(limit), 0, at(limit), height - 20, "limit"),
+        text(at(limit), height - 4, f"allowed: {formatting.loss_percent(limit)}", "tick middle"),
+    ]
+    for index, trial in enumerate(trials):
+        is_chosen = chosen is not None and trial["name"] == chosen["name"]
+        kind = "tuned" if is_chosen else "baseline" if trial["passed"] else "bad"
+        y = index * row + row / 2 + (0 if wide else 8)
+        loss = trial["loss"] if trial["loss"] is not None else inf
+        speed = "".join(f", {formatting.ratio(ratio['median'])}" for ratio in list(trial["speedup"].values())[-1:])
+        parts += [
+            text(0, y + text_dy, formatting.shorten(trial["name"], 36), "label", title=trial["name"]),
+            dot(at(loss), y, 5.5, f"dot {kind}"),
+            text(width, y + text_dy, f"{formatting.file_size(trial['bytes'])}{speed}", "tick end"),
+        ]
+        if loss >= farthest:
+            number = f"{loss:.1%}" if loss < inf else "not finite"
+            parts.append(text(at(loss) - 12, y + 5, number, "small end bad"))
+    description = "; ".join(f"{trial['name']}: {formatting.loss_percent(trial['loss'])}" for trial in trials)
+    return svg(width, height, "Loss of the metric of each int8 model", description, parts)
 
 
 def gate(difference: Json, margin: float, unit: str, passed: bool | None, width: int) -> Markup:
@@ -208,34 +267,14 @@ def _metric_range(values: list[float], target: float | None, higher: bool) -> tu
     return low - pad, high + pad
 
 
-def _target_labels(
-    arms: Sequence[Json],
-    at: Callable[[float, float], Point],
-    target: float,
-    label: str,
-    avoided: Sequence[Box],
-    inside: Box,
-) -> list[Markup]:
-    """The label of the target line, and for each arm a line from the time axis to the target with its name and time."""
-    target_y = at(0, target)[1]
-    ends = [text_box(inside.right - 14, y, label, "end") for y in (target_y + 17, target_y - 7)]
-    ends += [text_box(inside.left + 6, y, label) for y in (target_y - 7, target_y + 17)]
-    placed = [best_box([(index, area) for index, area in enumerate(ends)], [], avoided, inside)]
-    lines, texts = [], [text(placed[0].left, placed[0].bottom - 4, label, "small halo")]
-    for arm in sorted((arm for arm in arms if arm["time"] is not None), key=lambda arm: -arm["time"]):
-        x, content = at(arm["time"], target)[0], f"{arm['label']} {formatting.seconds(arm['time'])}"
-        best = best_box(_beside(x, content, inside), placed, avoided, inside)
-        placed.append(best)
-        lines.append(line(x, min(target_y, best.top + 4), x, inside.bottom, f"drop {_arm_class(arm)}"))
-        texts.append(text(best.left, best.bottom - 4, content, f"label halo {_arm_class(arm)}"))
-    return lines + texts
+def _reaching(arms: Sequence[Json]) -> list[Json]:
+    """The arms that reach the target, the slowest first."""
+    return sorted((arm for arm in arms if arm["time"] is not None), key=lambda arm: -arm["time"])
 
 
-def _beside(x: float, content: str, inside: Box) -> list[tuple[float, Box]]:
-    """(cost, box) of a text at the right or left of a vertical line; lower is cheaper."""
-    heights = range(int(inside.bottom) - 8, int(inside.top) + LINE, -10)
-    right = [((inside.bottom - y) / 20, text_box(x + 7, y, content)) for y in heights]
-    return [*right, *((7 + (inside.bottom - y) / 20, text_box(x - 7, y, content, "end")) for y in heights)]
+def _label_heights(target_y: float, top: float, floor_y: float) -> Iterator[float]:
+    """Heights of labels: from the bottom upwards, or, where the target line is near it, from the top downwards."""
+    return count(floor_y - 10, -20) if floor_y - target_y > 100 else count(top + 14, 20)
 
 
 def _time_unit(longest: float) -> tuple[str, float]:

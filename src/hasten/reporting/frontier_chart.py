@@ -5,20 +5,49 @@ The evidence of a recipe is the shape and the color of its mark. Labels are plac
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from math import log
+from math import hypot, log
+from typing import NamedTuple
 
 from markupsafe import Markup
 
 from hasten.reporting import formatting
 from hasten.reporting.charts import ticks
-from hasten.reporting.labels import LETTER, LINE, Box, Point, best_box, text_box
-from hasten.reporting.result_parts import EVIDENCE_LEVELS
-from hasten.reporting.svg import box, dot, element, line, svg, text, whisker
+from hasten.reporting.result_schema import EVIDENCE_LEVELS
+from hasten.reporting.svg import LETTER, LINE, box, dot, element, line, svg, text, whisker
 from hasten.reporting.view_model import Json
 
 ROUND_RATIOS = (*(0.1, 0.2, 0.3, 0.5, 0.7), 1, *(1.2, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100, 200, 500, 1000))
+Point = tuple[float, float]
 MARK = 6.5  # pixels: radius of a mark
 LEADER = 20  # pixels between a mark and its label from which on a line joins them
+
+
+class Box(NamedTuple):
+    """A rectangle in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlap(self, other: "Box") -> float:
+        """The area that both cover."""
+        width = min(self.right, other.right) - max(self.left, other.left)
+        return max(0.0, width) * max(0.0, min(self.bottom, other.bottom) - max(self.top, other.top))
+
+    def nearest(self, point: Point) -> Point:
+        """The point of the rectangle that is nearest to ``point``."""
+        return min(max(point[0], self.left), self.right), min(max(point[1], self.top), self.bottom)
+
+    def distance(self, point: Point) -> float:
+        """Pixels from a point to the rectangle."""
+        near = self.nearest(point)
+        return hypot(near[0] - point[0], near[1] - point[1])
+
+
+def text_box(left: float, baseline: float, content: str) -> Box:
+    """What a text that begins at ``left`` covers."""
+    return Box(left, baseline - LINE + 4, left + LETTER * len(content), baseline + 4)
 
 
 def has_quality(rows: Sequence[Json]) -> bool:
@@ -139,19 +168,19 @@ def place_labels(labels: Sequence[str], points: Sequence[Point], avoided: Sequen
     parts: list[Markup] = []
     for index in sorted(range(len(labels)), key=lambda index: -len(labels[index])):  # long ones are hard to place
         point, others = points[index], [*points[:index], *points[index + 1 :]]
-        candidates = [(_cost(area, point, others), area) for area in _candidates(*point, LETTER * len(labels[index]))]
-        best = best_box(candidates, placed, avoided, inside)
+
+        def cost(area: Box, point: Point = point, others: Sequence[Point] = others) -> float:
+            own = area.distance(point)
+            wrong = sum(max(0.0, own + 10 - area.distance(other)) for other in others)  # seems to belong to another
+            hidden = area.overlap(area) - area.overlap(inside) + sum(map(area.overlap, placed))
+            return own + 4 * wrong + 50 * hidden + 0.3 * sum(map(area.overlap, avoided))
+
+        best = min(_candidates(*point, LETTER * len(labels[index])), key=cost)
         placed.append(best)
         if best.distance(point) > LEADER:
             parts.insert(0, line(*point, *best.nearest(point), "leader"))
         parts.append(text(best.left, best.bottom - 4, labels[index], "label halo"))
     return parts
-
-
-def _cost(area: Box, point: Point, others: Sequence[Point]) -> float:
-    """Distance from the point; more if the label seems to belong to another one."""
-    own = area.distance(point)
-    return own + 4 * sum(max(0.0, own + 10 - area.distance(other)) for other in others)
 
 
 def _candidates(x: float, y: float, width: float) -> list[Box]:

@@ -14,13 +14,10 @@ from markupsafe import Markup, escape
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.reporting import charts, formatting, view_model
-from hasten.reporting.frontier import frontier_rows
 from hasten.reporting.frontier_chart import frontier as draw_frontier
 from hasten.reporting.frontier_chart import has_quality, legend, small_mark
-from hasten.reporting.losses_chart import layers as draw_layers
-from hasten.reporting.losses_chart import losses as draw_losses
 from hasten.reporting.operations import loss_scale_sentence, operation_groups, operations_note
-from hasten.reporting.result_parts import EVIDENCE_LEVELS, Fact
+from hasten.reporting.result_schema import EVIDENCE_LEVELS, Fact
 from hasten.reporting.terminal_deploy import chosen_trial, quantize_headline
 from hasten.reporting.validation import coerce, read_json, read_result
 from hasten.reporting.view_model import Json
@@ -71,7 +68,7 @@ def _tune(result: Json) -> Json:
     baseline, tuned = times.get("baseline"), times.get("tuned")
     won, shares = view_model.is_recommended(result), view_model.contributions(result)
     steps = view_model.staircase(baseline, tuned, shares) if won else []
-    phases, rows = view_model.step_profile_of(result), frontier_rows(result)
+    phases, rows = view_model.step_profile_of(result), view_model.frontier_rows(result)
     return {
         "title": f"{view_model.tune_headline(result)}: {result['task']}",
         "won": won,
@@ -109,8 +106,8 @@ def _quantize(result: Json) -> Json:
         "chosen": chosen,
         "title": f"{quantize_headline(result)}: {result['task']}",
         "headline": quantize_headline(result),
-        "losses": _drawings(draw_losses, result["trials"], chosen, result["max_loss"]),
-        "layers": _drawings(draw_layers, result["layers"]) if result["layers"] else (),
+        "losses": _drawings(charts.losses, result["trials"], chosen, result["max_loss"]),
+        "layers": _drawings(charts.layers, result["layers"]) if result["layers"] else (),
     }
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
+LETTER, LINE = 7.6, 16  # pixels: width of a letter (bold) and height of a line of text
+
 
 def svg(width: float, height: float, title: str, description: str, parts: Sequence[Markup], class_: str = "") -> Markup:
     """A complete ``<svg>`` of ``parts``. Without ``class_`` it is the wide or narrow drawing of a pair."""

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from hasten.core.recipe import Recipe
 from hasten.reporting import formatting, view_model
-from hasten.reporting.frontier import evidence_text, frontier_rows
 from hasten.reporting.operations import operations_table
 from hasten.reporting.rich_layout import BOLD, DIM, GOOD, aligned, bar, grid, headline, indented, pairs, stack
 from hasten.reporting.validation import validate
@@ -26,14 +25,14 @@ MAX_UNSUCCESSFUL = 8  # trials; the report shows all of them
 def tune_answer(result: Json) -> RenderableType:
     """What a training gains, how sure it is, the frontier, and the unsuccessful trials."""
     result = validate(result)
-    won, evidence = view_model.is_recommended(result), evidence_text(result["evidence"])
+    won, evidence = view_model.is_recommended(result), view_model.evidence_text(result["evidence"])
     shares = _contributions(view_model.contributions(result)) if won else []
     return stack(
         headline(view_model.tune_headline(result), result["task"], won),
         Text.assemble("with ", (str(Recipe(result["recipe"])), BOLD)) if won else "",
         view_model.tune_sentence(result),
         f"Evidence: {evidence}." if won and evidence else "",
-        *frontier_table(frontier_rows(result)),
+        *frontier_table(view_model.frontier_rows(result)),
         Text(),
         pairs([*(_won_facts(result) if won else _best_trial(result)), *_facts(result)]),
         *shares,

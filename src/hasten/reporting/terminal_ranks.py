@@ -1,4 +1,4 @@
-"""Output of `hasten diagnose` with several processes: the step of each rank, the cost of communication, advice."""
+"""Output of `hasten diagnose` with several processes and of `hasten bench-comm`: the ranks, and what they exchange."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -15,6 +15,7 @@ CEILINGS = {
     "exchange": ("no exchange", "if gradients were not averaged"),
     "input": ("no input", "with one cached batch on every rank"),
 }
+EXAMPLE_BYTES = 100e6  # gradients of 25 million float32 parameters
 
 
 def ranks_answer(result: Json) -> RenderableType:
@@ -61,3 +62,23 @@ def _facts(result: Json) -> list[tuple[str, str]]:
     bandwidth = file_size(link["bytes"] / link["seconds"])
     rows.append(("slowest link", f"rank {link['from']} to {link['to']}: {bandwidth}/s"))
     return rows + [(name, f"not measured: {reason}") for name, reason in result["not_measured"].items()]
+
+
+def bench_comm_answer(result: Json) -> RenderableType:
+    """The table of all collectives, under a headline: the faster all-reduce, which every DDP step waits for."""
+    collectives = result["collectives"]
+    table = grid("", *(f">{name.replace('all-reduce by', 'by')}" for name in collectives))
+    times = {
+        name: {row["bytes"]: row["seconds"]["median"] for row in measured["sizes"]}
+        for name, measured in collectives.items()
+    }
+    for size in sorted(set().union(*times.values())):
+        table.add_row(file_size(size), *(formatting.seconds(by_size.get(size)) for by_size in times.values()))
+    table.add_row("latency", *(formatting.seconds(measured["latency"]) for measured in collectives.values()))
+    table.add_row("bandwidth", *(f"{file_size(measured['bandwidth'])}/s" for measured in collectives.values()))
+    all_reduces = [measured for name, measured in collectives.items() if name.startswith("all-reduce")]
+    fastest = min(measured["latency"] + EXAMPLE_BYTES / measured["bandwidth"] for measured in all_reduces)
+    text = f"An all-reduce of the gradients of 25 million parameters takes about {formatting.seconds(fastest)}"
+    nodes = formatting.count(result["nodes"], "node", "nodes")
+    where = f"{result['processes']} processes on {nodes}, {result['backend']}"
+    return Group(headline(text, where, False), Text(), indented(table))

@@ -13,9 +13,16 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from hasten.core.errors import ConfigurationError
-from hasten.reporting.result_parts import Amount, Boolean, Fact, Interval, Number, Option, Text
-from hasten.reporting.result_schema import SCHEMAS
+from hasten.reporting import result_schema as schemas
+from hasten.reporting.result_schema import Amount, Boolean, Fact, Interval, Number, Option, Text
 
+SCHEMAS = {
+    "tune": schemas.TuneResult,
+    "compare": schemas.CompareResult,
+    "diagnose": schemas.DiagnoseResult,
+    "train": schemas.TrainResult,
+    "quantize": schemas.QuantizeResult,
+}
 MAX_FILE_BYTES = 32 << 20
 MAX_NUMBER = 1e18  # measured values are smaller than this and larger than its inverse
 MAX_TEXT = 400  # characters

@@ -11,6 +11,7 @@ from typing import Any
 from hasten.core.card import PHASES
 from hasten.core.recipe import Recipe
 from hasten.reporting import formatting
+from hasten.reporting.result_schema import EVIDENCE_LEVELS
 from hasten.utils.targets import first_sustained_target
 
 ARMS = ("baseline", "strong_baseline", "tuned")  # in the order of display
@@ -39,6 +40,38 @@ def gain_of(recipe: Json) -> Json:
     whole, to_target = recipe.get("training_speedup") or {}, recipe["speedup"]
     is_surer = (whole.get("low") or 0.0) > (to_target["low"] or 0.0)
     return whole if is_surer else to_target
+
+
+def evidence_text(level: str) -> str:
+    """An evidence level with its meaning: ``exact (bit-exact or the same formula, checked on this task)``."""
+    return f"{level} ({EVIDENCE_LEVELS[level]})" if level in EVIDENCE_LEVELS else level
+
+
+def frontier_rows(result: Json) -> list[Json]:
+    """The recipes of the frontier, baseline and slowest first.
+
+    Returns:
+        The keys of ``FrontierRecipe``, with the gain as ``speedup``; ``number`` counts from 1, ``change`` and
+        ``change_interval`` are the quality as texts, ``height`` is its mean: 0 for the baseline and for exact recipes
+        without a measurement, else None if it is unknown.
+    """
+    known = [recipe | {"speedup": gain_of(recipe)} for recipe in result["frontier"] if recipe["speedup"]["median"]]
+    ordered = sorted(known, key=lambda recipe: (recipe["role"] != "baseline", recipe["speedup"]["median"]))
+    return [recipe | _shown(recipe, result["metric"]["unit"]) | {"number": n} for n, recipe in enumerate(ordered, 1)]
+
+
+def _shown(recipe: Json, unit: str) -> Json:
+    quality, is_baseline = recipe["quality"], recipe["role"] == "baseline"
+    is_unchanged = quality["mean"] is None and (is_baseline or recipe["evidence"] == "exact")
+    change = formatting.metric(quality["mean"], unit, signed=True)
+    text = recipe["text"] or str(Recipe(recipe["recipe"]))
+    return {
+        "text": "the task as it is" if is_baseline and not recipe["recipe"] else text,
+        "change": "unchanged" if is_unchanged and not is_baseline else change,
+        "change_interval": formatting.differences_between(quality["low"], quality["high"]),
+        "height": 0.0 if is_unchanged else quality["mean"],
+        "speedup": recipe["speedup"] | ({"low": None, "high": None} if is_baseline else {}),
+    }
 
 
 def tune_headline(result: Json) -> str:
@@ -144,7 +177,7 @@ def break_even(result: Json) -> str:
 def prices(result: Json) -> list[str]:
     """The prices of a training without the recipe and with it, and that of an hour, as texts; empty if unknown."""
     money = result["money"]
-    amounts = (money["baseline"], money["tuned"] if is_recommended(result) else None, result["price_per_hour"])
+    amounts = (money.get("baseline"), money.get("tuned") if is_recommended(result) else None, result["price_per_hour"])
     if None in (amounts[0], amounts[2]):
         return []
     return [formatting.money(amount) for amount in amounts]

@@ -6,7 +6,7 @@ from typing import Any
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
-from hasten.reporting.result_parts import EVIDENCE_LEVELS, FrontierRecipe
+from hasten.reporting.result_schema import EVIDENCE_LEVELS, FrontierRecipe
 
 EXACT, PRECISION, PROVEN, ESTIMATED = EVIDENCE_LEVELS  # strongest first
 LEVELS = {"exact": EXACT, "precision": PRECISION, "proven": PROVEN, "estimated": ESTIMATED}  # as --evidence names them

@@ -14,8 +14,7 @@ from hasten.engine.environment import machine_and_versions
 from hasten.engine.memory import MemoryPeak
 from hasten.engine.registry import drop_distributed
 from hasten.engine.run_dir import atomic_write
-from hasten.reporting.result_parts import Curve, OfferedMethod, Point
-from hasten.reporting.result_schema import TuneResult
+from hasten.reporting.result_schema import Curve, OfferedMethod, Point, TuneResult
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import Confirmation
 from hasten.tuning.finding import DEFAULT_LEVEL, SURELY_FASTER, Finding, frontier, frontier_rows, recommended
