@@ -21,8 +21,8 @@ from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
 from hasten.graph.full_graph import FullGraph
-from hasten.profiling.facts import facts_of
 from hasten.profiling.input_benchmark import measure_input
+from hasten.profiling.probe import facts_of
 
 NODES = 60
 

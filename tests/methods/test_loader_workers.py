@@ -11,7 +11,7 @@ from hasten.data import arrays
 from hasten.engine.data_adapters import from_spec
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
-from hasten.profiling.facts import facts_of
+from hasten.profiling.probe import facts_of
 from hasten.utils.tree import bitwise_equal
 
 

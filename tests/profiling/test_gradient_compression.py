@@ -2,7 +2,7 @@
 
 import pytest
 
-from hasten.profiling.gradient_compression import cast_speedup
+from hasten.profiling.communication import cast_speedup
 
 CODEC = 0.073  # seconds of rounding 84 MB
 

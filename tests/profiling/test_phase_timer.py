@@ -20,10 +20,9 @@ from hasten.engine.registry import make_methods, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import NoUpdate, ReplayedBatch, disabled_phases, import_path
 from hasten.profiling.ceilings import measure_ceilings
-from hasten.profiling.facts import facts_of
 from hasten.profiling.flops import flops_per_sample, peak_flops
 from hasten.profiling.phase_timer import TimePhases
-from hasten.profiling.probe import Probe
+from hasten.profiling.probe import Probe, facts_of
 from hasten.testing.tasks import convolutional, perceptron, transformer
 from hasten.utils import phase_timer
 from helpers import public_loops

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from hasten.core.recipe import Recipe
 
 DEFAULT_RESTARTS = 3
-EVIDENCE = ("exact", "precision", "proven", "estimated")  # levels of --evidence, strongest first
 
 
 def duration(text: str) -> float:
@@ -46,14 +45,6 @@ def search_budget(text: str) -> float | str:
     return duration(text)
 
 
-def fraction(text: str) -> float:
-    """Parse a number from 0 up to, but not including, 1."""
-    with suppress(ValueError):
-        if 0.0 <= (value := float(text)) < 1.0:
-            return value
-    raise ArgumentTypeError(f"must be a fraction from 0 up to 1, such as 0.01, not {text!r:.40}")
-
-
 def add_trained_model_options(parser: ArgumentParser, out: str) -> None:
     """Add the run directory, the task that it was trained on, and ``--out``, whose help is ``out``."""
     parser.add_argument("run_dir", type=directory, metavar="RUN", help="run directory of `hasten train` (--out)")
@@ -66,36 +57,39 @@ def add_trained_model_options(parser: ArgumentParser, out: str) -> None:
     parser.add_argument("--out", metavar="DIR", help=out)
 
 
-def evidence_level(text: str) -> str:
-    """Check that ``text`` is one of EVIDENCE; returns it."""
-    if text not in EVIDENCE:
-        raise ArgumentTypeError(f"must be {', '.join(EVIDENCE[:-1])} or {EVIDENCE[-1]}, not {text!r:.40}")
-    return text
+def checked(parse: Callable[[str], Any], is_valid: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    """The type of an argument: ``parse(text)`` if that is valid, else an error that states what was ``expected``."""
+
+    def convert(text: str) -> Any:
+        with suppress(ValueError):
+            if is_valid(value := parse(text)):
+                return value
+        raise ArgumentTypeError(f"must be {expected}, not {text!r:.40}")
+
+    return convert
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """The type of an argument that is one of some names."""
+    return checked(str, names.__contains__, f"{', '.join(names[:-1])} or {names[-1]}")
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
     """The type of an argument that is a whole number from ``low`` to ``high``."""
 
     def parse(text: str) -> int:
-        if not re.fullmatch(r"\d{1,10}", text.strip()) or not low <= int(text) <= high:
-            raise ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r:.40}")
-        return int(text)
+        return int(text) if re.fullmatch(r"\d{1,10}", text.strip()) else low - 1
 
-    return parse
+    return checked(parse, lambda number: low <= number <= high, f"a whole number from {low} to {high}")
 
 
 def positive_number(expected: str) -> Callable[[str], float]:
     """The type of an argument that is a number above 0; ``expected`` describes it in the error message."""
-
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            if 0 < (value := float(text)) < math.inf:
-                return value
-        raise ArgumentTypeError(f"must be {expected}, not {text!r:.40}")
-
-    return parse
+    return checked(float, lambda number: 0 < number < math.inf, expected)
 
 
+fraction = checked(float, lambda number: 0.0 <= number < 1.0, "a fraction from 0 up to 1, such as 0.01")
+evidence_level = one_of("exact", "precision", "proven", "estimated")  # strongest first
 positive_int = whole_number(1, 10**9 - 1)
 process_count = whole_number(1, 4096)
 seed = whole_number(0, 2**32 - 1)  # the range that every random number generator accepts

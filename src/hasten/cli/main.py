@@ -15,26 +15,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
 from hasten import __version__
-from hasten.cli import (
-    argument_types,
-    bench_comm,
-    compare,
-    data,
-    diagnose,
-    eject,
-    export,
-    launch,
-    methods,
-    quantize,
-    report,
-    serve,
-    train,
-    tune,
-)
+from hasten.cli import argument_types, launch
 from hasten.cli.output import CommandResult, show, stdout_reserved_for_answer, strict_json
 from hasten.cli.progress import print_stderr, progress_display, redirect_to_devnull
 from hasten.core.errors import (
@@ -58,21 +44,8 @@ from hasten.launch.rank_results import (
     write_result,
 )
 
-COMMANDS = {
-    "methods": methods,
-    "diagnose": diagnose,
-    "train": train,
-    "compare": compare,
-    "tune": tune,
-    "report": report,
-    "eject": eject,
-    "export": export,
-    "quantize": quantize,
-    "serve": serve,
-    "data": data,
-    "launch": launch,
-    "bench-comm": bench_comm,
-}
+NAMES = "methods diagnose train compare tune report eject export quantize serve data launch bench-comm"
+COMMANDS: dict[str, Any] = {name: import_module(f"hasten.cli.{name.replace('-', '_')}") for name in NAMES.split()}
 OF_SCRIPTS = ("diagnose", "train", "compare", "tune", "eject")  # that also take the user's own command after --
 COMMAND = "command"  # stands for it where a task is parsed
 TASK_HELP = (
@@ -232,7 +205,7 @@ def _unknown_argument(unknown: list[str], verb: str | None) -> ConfigurationErro
 
 
 def _option_names(parser: argparse.ArgumentParser) -> set[str]:
-    """All options of a parser and of its subparsers."""
+    """The options of a parser and of its subparsers."""
     names = set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

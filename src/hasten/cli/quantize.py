@@ -1,19 +1,12 @@
 """Finds the fastest int8 model of a run that loses no more than you allow, judged by the metric of its task."""
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 
-from hasten.cli.argument_types import add_trained_model_options, duration, fraction
+from hasten.cli.argument_types import add_trained_model_options, duration, fraction, one_of
 from hasten.cli.output import CommandResult, page
 from hasten.core.progress import ProgressCallback
 
 HELP = "make the trained model int8, if its metric allows it"
-
-
-def target(text: str) -> str:
-    """Check that ``text`` is a target; returns it."""
-    if text not in ("cpu", "dsp"):
-        raise ArgumentTypeError(f"must be cpu or dsp, not {text!r:.40}")
-    return text
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -22,7 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--budget", type=duration, default=600.0, metavar="TIME", help="time for it (default: 10m)")
     parser.add_argument(
         "--target",
-        type=target,
+        type=one_of("cpu", "dsp"),
         default="cpu",
         metavar="cpu|dsp",
         help="cpu: a model for ONNX Runtime; dsp: C99 code in integers, for processors without floating-point units",

@@ -1,13 +1,17 @@
-"""The cost of communication between ranks, and the diagnosis of a job of several processes in one sentence."""
+"""The cost of communication between ranks, whether shorter gradients pay, and the diagnosis of a job in a sentence."""
 
 from collections.abc import Mapping
 from statistics import fmean, median
 
+import torch
+
 from hasten.benchmarking.ratio import Ratio
 from hasten.profiling.advise import amdahl
+from hasten.profiling.flops import fastest_call
 from hasten.profiling.stragglers import CAUSES, format_ms, local_phases
 from hasten.profiling.verdict import MIN_GAIN
 
+HALF_PRECISION_SAVING = 0.5  # share of float32's bytes that 16-bit gradients save
 STRAGGLER_FIRST = 0.5  # a straggler is named first if it costs this fraction of the largest cause: it can be repaired
 EXCHANGE = (
     "averaging the gradients makes a step {exposed} longer, {share:.0%} of it{hidden}; "
@@ -48,6 +52,33 @@ def communication_cost(step: float, ceiling: Ratio | None, buckets: list[int] | 
         "bytes": buckets and sum(buckets),
         "buckets": buckets and len(buckets),
     }
+
+
+def measure_cast_seconds(size: int, device: torch.device) -> float:
+    """Seconds of casting ``size`` bytes of float32 to bfloat16 and back."""
+    gradients = torch.zeros(size // 4, device=device)
+    return fastest_call(lambda: gradients.copy_(gradients.to(torch.bfloat16)), device)
+
+
+def cast_speedup(cost: Mapping, codec_seconds: float, step: float) -> tuple[float, str]:
+    """(speed-up of a step of ``step`` seconds if gradients were exchanged in 16 bits, the reason).
+
+    No more can be saved than is exposed: what is hidden behind the backward pass stays hidden.
+
+    Args:
+        cost: result of ``communication_cost``, with every value known.
+        codec_seconds: result of ``measure_cast_seconds``.
+        step: seconds per step.
+    """
+    seconds, sent = cost["seconds"], (1 - HALF_PRECISION_SAVING) * cost["seconds"]
+    hidden = max(seconds - cost["exposed"], 0.0)
+    saved = min(cost["exposed"], seconds) - max(sent - hidden, 0.0) - codec_seconds
+    speedup = step / max(step - saved, 1e-3 * step)
+    why = (
+        f"rounding {cost['bytes'] / 1e6:.3g} MB takes {1e3 * codec_seconds:.3g} ms, and half of them take "
+        f"{1e3 * sent:.3g} ms to send: {'at most' if saved > 0 else 'no gain,'} {speedup:.2f}x"
+    )
+    return speedup, why
 
 
 def verdict_of(

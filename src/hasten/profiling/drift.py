@@ -112,14 +112,7 @@ def measure_drift(
 ) -> Drift:
     """Runs a training on for about ``seconds`` or to its end, and returns what changes.
 
-    Args:
-        task: The task.
-        recipe: The methods that it is trained with.
-        device: Name of the device, such as "cpu" or "cuda".
-        seed: Seed of all random numbers.
-        seconds: Time to spend, the comparison with a fresh run included.
-        deadline: Time of ``time.monotonic``; None: no limit.
-        on_progress: Receives the progress.
+    ``seconds`` include the comparison with a fresh run. The other arguments are those of ``diagnose``.
 
     Raises:
         RunError: The run could not be built or trained.

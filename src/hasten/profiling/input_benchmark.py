@@ -181,9 +181,11 @@ def _stage_throughput(program: Program, seconds: float, not_measured: dict[str, 
     graph_parts = sampling_and_fetch(samples.collate)
     if graph_parts is not None:
         not_measured["decode"] = "a graph in memory is not decoded: its batches are sampled, and their features fetched"
-        return _graph_stages(samples, *graph_parts, seconds)
+        return _timed_stages(samples, seconds, dict(zip(("sampling", "features"), graph_parts, strict=True)))
     not_measured["decode"] = "read includes it, and the dataset's own transforms"
-    return _dataset_stages(samples, seconds)
+    dataset = samples.dataset
+    read = getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[index] for index in indices])
+    return _timed_stages(samples, seconds, {"read": read, "batch": samples.collate or default_collate})
 
 
 def _pipeline_stages(pipeline: Pipeline, batch_size: int, seconds: float, not_measured: dict[str, str]) -> dict:
@@ -205,20 +207,12 @@ def _pipeline_stages(pipeline: Pipeline, batch_size: int, seconds: float, not_me
     return {name: samples / each if each else None for name, each in spent.items()}
 
 
-def _dataset_stages(samples: LoaderSpec, seconds: float) -> dict:
-    watches = {"read": Stopwatch(), "batch": Stopwatch()}
-    dataset = samples.dataset
-    read = getattr(dataset, "__getitems__", None) or (lambda indices: [dataset[index] for index in indices])
-    read = watches["read"].time_calls(read)
-    collate = watches["batch"].time_calls(samples.collate or default_collate)
-    drawn, _ = _draw((collate(read(indices)) for epoch in count() for indices in samples.batch_sampler(epoch)), seconds)
-    return {name: drawn / watch.seconds for name, watch in watches.items()}
-
-
-def _graph_stages(samples: LoaderSpec, sample: Callable, fetch: Callable, seconds: float) -> dict:
-    watches = {"sampling": Stopwatch(), "features": Stopwatch()}
-    sample, fetch = watches["sampling"].time_calls(sample), watches["features"].time_calls(fetch)
-    drawn, _ = _draw((fetch(sample(indices)) for epoch in count() for indices in samples.batch_sampler(epoch)), seconds)
+def _timed_stages(samples: LoaderSpec, seconds: float, stages: dict[str, Callable]) -> dict:
+    """Samples/s of each of two functions, the second of which gets what the first one makes of a batch's indices."""
+    watches = {name: Stopwatch() for name in stages}
+    first, second = (watches[name].time_calls(function) for name, function in stages.items())
+    batches = (second(first(indices)) for epoch in count() for indices in samples.batch_sampler(epoch))
+    drawn, _ = _draw(batches, seconds)
     return {name: drawn / watch.seconds for name, watch in watches.items()}
 
 

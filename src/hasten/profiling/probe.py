@@ -17,15 +17,15 @@ from hasten._torch_compat import host_read_op
 from hasten.benchmarking.arm import Arm
 from hasten.core.errors import RunError
 from hasten.engine.metrics import higher_is_better, name_of
-from hasten.engine.plan import build
+from hasten.engine.plan import Program, build
 from hasten.engine.run_dir import to_json_lines
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import LARGER_BATCH, LargerBatch, disabled_phases, import_path
-from hasten.profiling.facts import facts_of
 from hasten.profiling.flops import best_format, copy_bytes_per_second, flops_per_sample, peak_flops
 from hasten.profiling.input_benchmark import measure_input
 from hasten.reporting.result_schema import InputThroughput
 from hasten.utils.op_recorder import OpRecorder
+from hasten.utils.run_facts import hardware_facts, model_facts
 
 
 class Probe(Arm):
@@ -138,6 +138,28 @@ class Probe(Arm):
         first = self.program.run.progress.step - len(losses) + 1
         self.log.write(to_json_lines([{"step": first + i, "loss": loss} for i, loss in enumerate(losses)]).encode())
         return losses
+
+
+def facts_of(program: Program) -> frozenset[str]:
+    """The facts (keys of ``hasten.core.card.FACTS``) that hold for a built run."""
+    run, plan, source = program.run, program.plan, program.train
+    has_samples = source.spec is not None and not isinstance(source.spec.dataset, range)  # numbers hold no data
+    facts = {
+        "indexed_samples": has_samples or (run.device.type == "cuda" and source.on_device is not None),
+        "workers": source.spec is not None or source.with_workers is not None,
+        "multiple_epochs": plan.epochs > 1,
+        "distributed": not run.ranks.is_single_process,
+        "evaluations": program.validation is not None and _evaluation_count(program) > 1,
+    }
+    return hardware_facts(run.device) | model_facts(run.model) | {fact for fact, holds in facts.items() if holds}
+
+
+def _evaluation_count(program: Program) -> float:
+    """Number of evaluations in a whole run: one per epoch, or one per ``evaluate_every`` training samples."""
+    plan, length = program.plan, program.train.length
+    if plan.evaluate_every is None or length is None:
+        return plan.epochs
+    return plan.epochs * length * plan.batch_size / plan.evaluate_every
 
 
 SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's first one, about the mode itself, is worded otherwise

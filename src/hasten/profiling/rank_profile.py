@@ -39,9 +39,14 @@ from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, run_identity
 from hasten.launch.comm_benchmark import communication_device, neighbor_latency, seconds_per_call
 from hasten.profiling.advise import advise
-from hasten.profiling.communication import communication_cost, verdict_of
-from hasten.profiling.facts import facts_of
-from hasten.profiling.gradient_compression import HALF_PRECISION_SAVING, cast_speedup, measure_cast_seconds
+from hasten.profiling.communication import (
+    HALF_PRECISION_SAVING,
+    cast_speedup,
+    communication_cost,
+    measure_cast_seconds,
+    verdict_of,
+)
+from hasten.profiling.probe import facts_of
 from hasten.profiling.rank_probe import EXCHANGE, INPUT, RankProbe
 from hasten.profiling.stragglers import find_straggler, rank_phase_times, skew_of, slowest_rank_shares
 from hasten.reporting.result_schema import Advice, NotAdvised
@@ -69,14 +74,8 @@ def diagnose_ranks(
 ) -> dict:
     """Measures what the ranks of a job lose by communication and by waiting for each other. All ranks call it.
 
-    Args:
-        task: The task, as for ``diagnose``.
-        recipe: The methods, as for ``diagnose``; None: none.
-        budget: Seconds, or a duration such as "2m".
-        device: Name of the device; None: an NVIDIA GPU if there is one, else the CPU.
-        seed: Seed of all random numbers.
-        on_progress: Receives the progress; called on rank 0.
-        timeout: Seconds to wait for another rank in a collective.
+    The arguments are those of ``diagnose``; ``timeout`` are the seconds to wait for another rank in a collective.
+    Rank 0 calls ``on_progress``.
 
     Returns:
         Plain data. ``verdict``: a sentence. ``ranks``: seconds of a step by phase, of each rank. ``skew``.
@@ -195,10 +194,8 @@ def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Ar
     """(on rank 0: arm of the same training in one process; {"speedup": reason} on all ranks if there is none)."""
     single, why = None, ""
     if ranks.is_main_process:
-        peak, ranks_of_node = (
-            memory_peak(probe.program.run.device),
-            int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
-        )
+        peak = memory_peak(probe.program.run.device)
+        ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
         # a full batch needs the memory of all ranks; on the CPU what is available is this rank's part of its node
         needed = held_bytes(peak) * ranks.world_size / (1 if "reserved" in peak else ranks_of_node)
         try:

@@ -93,18 +93,9 @@ def profile_steps(
 ) -> StepProfile:
     """Profiles a task under a recipe with its real steps, in about ``budget`` seconds.
 
-    Args:
-        task: The task.
-        recipe: The methods that it is trained with.
-        device: Name of the device, such as "cpu" or "cuda".
-        seed: Seed of all random numbers.
-        budget: Seconds for the phases and, with ``ceilings``, their ceilings, which get the larger part.
-        input_budget: Further seconds for the throughput of the input pipeline; 0: it is not measured.
-        ceilings: Whether to measure the ceilings of phases.
-        processes: Number of ranks; with several the phases are those of rank 0.
-        timeout: Seconds without progress after which several ranks count as hanging; None: the default.
-        deadline: Time of ``time.monotonic``; what is not measured by then is missing. None: no limit.
-        on_progress: Receives the progress.
+    ``budget`` is for the phases and, with ``ceilings``, their ceilings, which get the larger part; ``input_budget`` are
+    further seconds for the throughput of the input pipeline, which is not measured if it is 0. With several processes
+    the phases are those of rank 0. The other arguments are those of ``diagnose``.
 
     Raises:
         DeadlineError: the phases were not measured at the deadline.

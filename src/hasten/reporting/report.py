@@ -68,7 +68,8 @@ def _tune(result: Json) -> Json:
     baseline, tuned = times.get("baseline"), times.get("tuned")
     won, shares = view_model.is_recommended(result), view_model.contributions(result)
     steps = view_model.staircase(baseline, tuned, shares) if won else []
-    phases, rows = view_model.step_profile_of(result), view_model.frontier_rows(result)
+    profiles, rows = result["step_profile"], view_model.frontier_rows(result)
+    phases = view_model.step_profile(profiles.get("baseline", {}), profiles.get("tuned", {}))
     return {
         "title": f"{view_model.tune_headline(result)}: {result['task']}",
         "won": won,

@@ -20,6 +20,9 @@ from hasten.reporting.view_model import Json
 
 BAR_WIDTH = 40  # characters
 MAX_UNSUCCESSFUL = 8  # trials; the report shows all of them
+MIN_FUNCTION_SHARE, MAX_FUNCTIONS = 0.02, 5  # of a script's own functions that are shown
+PHASES_OF_CODE = {"input": "in the DataLoader", "loop": "the training loop, with the loss"}
+MIN_READS = 0.05  # a step; a line that reads a tensor less often costs nothing
 
 
 def tune_answer(result: Json) -> RenderableType:
@@ -83,7 +86,10 @@ def compare_answer(result: Json) -> RenderableType:
         ("time of a / b", f"{formatting.with_interval(result['ratio'])}, 95 % interval"),
         ("in CPU seconds", "" if cpu_ratio["median"] is None else formatting.with_interval(cpu_ratio)),
         ("processes", f"{result['processes']:.0f} in each arm" if (result["processes"] or 1) > 1 else ""),
-        *view_model.ratios_by_position(result),
+        *(
+            (f"from step {row['step'] or 0:,.0f}", formatting.with_interval(row["ratio"]))
+            for row in result["by_position"]
+        ),
         ("measured", measured + _noise(result["system_noise"])),
         ("device", result["device"]),
         *((f"memory of {arm}", _memory(result["peak_memory_bytes"].get(arm))) for arm in ("a", "b")),
@@ -198,7 +204,11 @@ def _facts(result: Json) -> list[tuple[str, str]]:
         ("margin", "" if quality["margin"] is None else ", ".join(filter(None, (margin, result["margin_why"])))),
         ("a training", takes),
         ("price", price),
-        *view_model.not_done(result["trials"]),
+        *(
+            (one["what"], f"{one['verdict']}: {one['why']}")
+            for one in result["trials"]
+            if one["verdict"] in view_model.NOT_DONE
+        ),
         ("device", result["machine"].get("gpu") or result["machine"].get("device") or ""),
         ("peak memory", ", ".join(view_model.peak_memory(result) or ())),
         *_single_process(result),
@@ -328,18 +338,19 @@ def _script_facts(result: Json) -> list[RenderableType]:
     if not any(result["sites"].values()):
         return []
     rows = [("metric", view_model.metric_text(result["metric"]))]
-    rows += [(kind, text) for kind, text in view_model.site_rows(result["sites"])]
+    rows += view_model.site_rows(result["sites"])
     parts: list[RenderableType] = [Text(), pairs(rows)]
-    own = [one for one in result["functions"] if (one["share"] or 0) >= view_model.MIN_FUNCTION_SHARE]
+    own = [one for one in result["functions"] if (one["share"] or 0) >= MIN_FUNCTION_SHARE]
     if own:
         table = grid("the script's own code", "", ">of the time")
-        for one in own[: view_model.MAX_FUNCTIONS]:
-            where = view_model.PHASES_OF_CODE.get(one["phase"], "")
+        for one in own[:MAX_FUNCTIONS]:
+            where = PHASES_OF_CODE.get(one["phase"], "")
             table.add_row(Text(f"{one['function']}, {one['site']}"), where, formatting.percent(one["share"]))
         parts += [Text(), indented(table)]
-    if reads := view_model.repeated_reads(result["synchronizations"]):
+    reads = [one for one in result["synchronizations"] if (one["per_step"] or 0) >= MIN_READS]
+    if reads:
         table = grid("reads a tensor on the host", "", ">a step", ">takes")
-        for one in reads:
+        for one in sorted(reads, key=lambda one: -(one["seconds_per_step"] or 0))[:MAX_FUNCTIONS]:
             table.add_row(
                 one["site"], one["call"], f"{one['per_step']:.3g}", formatting.seconds(one["seconds_per_step"])
             )

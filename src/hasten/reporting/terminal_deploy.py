@@ -1,7 +1,6 @@
 """Terminal output of ``hasten export`` and ``hasten quantize``."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -10,8 +9,8 @@ from hasten.reporting import formatting
 from hasten.reporting.formatting import file_size, loss_percent
 from hasten.reporting.rich_layout import DIM, GOOD, grid, headline, indented, pairs, stack
 from hasten.reporting.validation import validate
+from hasten.reporting.view_model import Json
 
-Json = Mapping[str, Any]
 MAX_LAYERS = 5
 
 
@@ -40,25 +39,16 @@ def quantize_answer(result: Json) -> RenderableType:
         rows.append(("int8", f"{chosen['name']}: {name} {formatting.metric(chosen['metric'])}, {size}"))
     if result["peak_memory_bytes"]:
         peaks = result["peak_memory_bytes"]
-        rows.append(
-            (
-                "peak memory",
-                f"{file_size(peaks.get('float'))} in float, {file_size(peaks.get('int8'))} in int8, at batch 64",
-            )
-        )
+        in_float, in_int8 = (file_size(peaks.get(name)) for name in ("float", "int8"))
+        rows.append(("peak memory", f"{in_float} in float, {in_int8} in int8, at batch 64"))
     if result["torch_speedup"]:
         ratios = (f"{formatting.with_interval(ratio)} at batch {n}" for n, ratio in result["torch_speedup"].items())
         rows.append(("eager PyTorch", f"over the float model: {', '.join(ratios)}"))
     layers = sorted(result["layers"].items(), key=lambda item: -(item[1] or 0.0))[:MAX_LAYERS]
-    rows += [
-        ("costly layers" if not i else "", f"{layer}: {loss_percent(loss)}") for i, (layer, loss) in enumerate(layers)
-    ]
-    rows.append(
-        (
-            "search",
-            f"{formatting.seconds(result['seconds'])}, {formatting.count(result['threads'] or 1, 'thread', 'threads')}",
-        )
-    )
+    costs = [f"{layer}: {loss_percent(loss)}" for layer, loss in layers]
+    rows += [("" if index else "costly layers", cost) for index, cost in enumerate(costs)]
+    threads = formatting.count(result["threads"] or 1, "thread", "threads")
+    rows.append(("search", f"{formatting.seconds(result['seconds'])}, {threads}"))
     end = f"Result: {result['out']}" if chosen else _nearest(result["trials"], name)
     return stack(
         headline(f"{quantize_headline(result)} ({allowed})", result["task"], bool(chosen)),

@@ -21,9 +21,6 @@ WITHOUT_GATE = ("exact", "precision checked")  # evidence that needs no whole tr
 NOT_RUN = ("no effect", "not tried")  # verdicts of trials without a measurement
 NOT_DONE = ("not made", "not used")  # verdicts about a part of the search: the diagnosis, --metric
 NOT_COMPARED = ("refused", "failed", *NOT_RUN)  # listed after the trials that were compared, in this order
-MIN_FUNCTION_SHARE, MAX_FUNCTIONS = 0.02, 5  # of a script's own functions that are shown
-PHASES_OF_CODE = {"input": "in the DataLoader", "loop": "the training loop, with the loss"}
-MIN_READS = 0.05  # a step; a line that reads a tensor less often costs nothing
 
 Json = dict[str, Any]
 
@@ -148,13 +145,6 @@ def compare_headline(result: Json) -> str:
     return verdict.capitalize() or "No verdict"
 
 
-def ratios_by_position(result: Json) -> list[tuple[str, str]]:
-    """("from step 900", ratio of the training steps) of each position that a comparison looked at."""
-    return [
-        (f"from step {row['step'] or 0:,.0f}", formatting.with_interval(row["ratio"])) for row in result["by_position"]
-    ]
-
-
 def break_even_runs(result: Json) -> int | None:
     """Number of trainings after which the search has paid for itself; None if it does not."""
     runs = result["break_even_runs"]
@@ -232,12 +222,6 @@ def site_rows(sites: Json) -> list[tuple[str, str]]:
     return rows
 
 
-def repeated_reads(synchronizations: Sequence[Json]) -> list[Json]:
-    """The lines that read a tensor on the host in many steps, the most expensive first."""
-    found = [one for one in synchronizations if (one["per_step"] or 0) >= MIN_READS]
-    return sorted(found, key=lambda one: -(one["seconds_per_step"] or 0))[:MAX_FUNCTIONS]
-
-
 def arms(curves: Json, target: float | None, higher_is_better: bool, times: Mapping[str, float | None]) -> list[Json]:
     """The learning curves of every arm, ready to draw, from {arm: [{"seed", "points"}]}.
 
@@ -313,12 +297,6 @@ def step_profile(before: Json, after: Json) -> list[Json]:
             ratio = old / new if old and new else None
             rows.append({"phase": name, "meaning": PHASES.get(name, ""), "before": old, "after": new, "ratio": ratio})
     return rows
-
-
-def step_profile_of(result: Json) -> list[Json]:
-    """``step_profile`` of the baseline and the tuned arm of ``tune``."""
-    phases = result["step_profile"]
-    return step_profile(phases.get("baseline", {}), phases.get("tuned", {}))
 
 
 def ceiling_medians(ceilings: Json) -> dict[str, float]:
@@ -434,11 +412,6 @@ def unsuccessful(trials: Sequence[Json]) -> list[Json]:
 
     others = [trial for trial in trials if trial["stage"] not in ("baseline", "search")]
     return sorted((one for one in others if not is_success(one) and one["verdict"] not in NOT_DONE), key=rank)
-
-
-def not_done(trials: Sequence[Json]) -> list[tuple[str, str]]:
-    """(what, reason) of the parts of a search itself that were left out, such as the diagnosis."""
-    return [(one["what"], f"{one['verdict']}: {one['why']}") for one in trials if one["verdict"] in NOT_DONE]
 
 
 def is_success(trial: Json) -> bool:
