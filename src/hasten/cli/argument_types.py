@@ -48,12 +48,8 @@ def search_budget(text: str) -> float | str:
 def add_trained_model_options(parser: ArgumentParser, out: str) -> None:
     """Add the run directory, the task that it was trained on, and ``--out``, whose help is ``out``."""
     parser.add_argument("run_dir", type=directory, metavar="RUN", help="run directory of `hasten train` (--out)")
-    parser.add_argument(
-        "--task",
-        dest="trained_task",
-        metavar="TASK",
-        help="the task that was trained, as path/to/file.py:function; a workload needs none",
-    )
+    text = "the task that was trained, as path/to/file.py:function; a workload needs none"
+    parser.add_argument("--task", dest="trained_task", metavar="TASK", help=text)
     parser.add_argument("--out", metavar="DIR", help=out)
 
 
@@ -150,51 +146,32 @@ def add_timeout(parser: ArgumentParser, minimum: str = "; must exceed one evalua
 
     ``minimum`` is the part of the help that says what the value must exceed; empty for a command without evaluations.
     """
-    parser.add_argument(
-        "--timeout",
-        type=timeout,
-        default=DEFAULT_TIMEOUT_S,
-        metavar="TIME",
-        help=f"a process that others wait for longer than this is lost{minimum} (default: 30m)",
-    )
+    text = f"a process that others wait for longer than this is lost{minimum} (default: 30m)"
+    parser.add_argument("--timeout", type=timeout, default=DEFAULT_TIMEOUT_S, metavar="TIME", help=text)
 
 
 def add_trial_timeout(parser: ArgumentParser, default: str) -> None:
     """Add ``--timeout`` of jobs that are measured; ``default`` describes the value that the command computes."""
-    parser.add_argument(
-        "--timeout",
-        type=timeout,
-        metavar="TIME",
-        help="a trial that reports nothing for this long beyond its budget hangs; must exceed one evaluation "
-        f"(default: {default})",
-    )
+    text = "a trial that reports nothing for this long beyond its budget hangs; must exceed one evaluation"
+    parser.add_argument("--timeout", type=timeout, metavar="TIME", help=f"{text} (default: {default})")
 
 
 def add_processes(parser: ArgumentParser, help_text: str, default: int = 1) -> None:
     """Add ``--processes``, the number of ranks on this machine."""
-    parser.add_argument(
-        "--processes", type=process_count, default=default, metavar="N", help=f"{help_text} (default: %(default)s)"
-    )
+    text = f"{help_text} (default: %(default)s)"
+    parser.add_argument("--processes", type=process_count, default=default, metavar="N", help=text)
 
 
 def add_measuring_budget(parser: ArgumentParser, default_s: int = 60) -> None:
     """Add ``--budget`` of a command that measures for a fixed time."""
-    parser.add_argument(
-        "--budget",
-        type=duration,
-        default=float(default_s),
-        metavar="TIME",
-        help=f"time to spend, such as 90s or 10m (default: {default_s}s)",
-    )
+    text = f"time to spend, such as 90s or 10m (default: {default_s}s)"
+    parser.add_argument("--budget", type=duration, default=float(default_s), metavar="TIME", help=text)
 
 
 def add_metric(parser: ArgumentParser) -> None:
     """Add ``--metric``: what the training script of a command is judged by."""
-    parser.add_argument(
-        "--metric",
-        metavar="NAME[:min|max]",
-        help="the metric of your own command, as it prints or logs it (default: found, or asked for)",
-    )
+    text = "the metric of your own command, as it prints or logs it (default: found, or asked for)"
+    parser.add_argument("--metric", metavar="NAME[:min|max]", help=text)
 
 
 def values(options: Namespace, *names: str) -> dict[str, Any]:

@@ -44,15 +44,9 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measures the ceilings of phases that can be switched off in a running ``Probe``, within ``budget`` seconds.
 
-    Args:
-        probe: The process, or the group of them, that trains.
-        shares: Share of the time, from 0 to 1, of "input", "larger_batch", "logging" and, last because a run may fail
-            without it, "optimizer_step".
-        count: Steps of a block.
-        step: Seconds of a step.
-        extra: Seconds of evaluation for each training sample, which are not switched off.
-        budget: Seconds for all ceilings together.
-        on_progress: Receives the progress.
+    ``shares`` of the time, from 0 to 1, are those of "input", "larger_batch", "logging" and, last because a run may
+    fail without it, "optimizer_step". A block has ``count`` steps of ``step`` seconds; ``extra`` are the seconds of
+    evaluation for each training sample, which are not switched off.
     """
     began, names = time.monotonic(), [name for name, share in shares.items() if share >= MIN_SHARE]
     found = Ceilings(not_measured={n: f"it takes {shares[n]:.1%} of the time" for n in shares if n not in names})

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from hasten.core.card import PHASES
 from hasten.reporting import formatting
-from hasten.reporting.svg import LETTER, box, clipped, dot, element, line, svg, text, whisker
+from hasten.reporting.svg import LETTER, box, dot, element, line, svg, text, whisker
 from hasten.reporting.view_model import ARMS, Json
 
 WIDE, NARROW = 820, 340
@@ -52,18 +52,23 @@ def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int)
         return element("polyline", points=positions, class_=f"curve {_arm_class(arm)}")
 
     lines = [curve(arm, points) for arm in arms for points in arm["lines"]]
-    parts.append(clipped(left, top, width - left - right, height - top - bottom, lines))
+    plot = {"x": left, "y": top, "width": width - left - right, "height": height - top - bottom}
+    view_box = " ".join(map(str, plot.values()))  # the outer coordinates
+    parts.append(element("svg", *lines, **plot, viewBox=view_box))  # hides what lies outside of the plot
     if target is not None:
         y = at(0, target)[1]
         parts.append(line(left, y, width - right, y, "target"))
         parts += [dot(*at(*point), 3.5, f"dot {_arm_class(arm)}") for arm in arms for point in arm["target_points"]]
         name_of_line = f"target {formatting.plain(target, metric['unit'])}"
         parts.append(text(width - right - LETTER * len(name_of_line), y - 7, name_of_line, "small halo"))
-        for arm, label_y in zip(_reaching(arms), _label_heights(y, top, floor_y), strict=False):
+        labeled = list(zip(_reaching(arms), _label_heights(y, top, floor_y), strict=False))
+        for arm, label_y in labeled:  # below all labels
+            x = at(arm["time"], target)[0]
+            parts.append(line(x, min(y, label_y), x, floor_y, f"drop {_arm_class(arm)}"))
+        for arm, label_y in labeled:
             x, label = at(arm["time"], target)[0], f"{arm['label']} {formatting.seconds(arm['time'])}"
             label_width = LETTER * len(label)
-            label_x = x + 7 if x + 7 + label_width < width else x - 7 - label_width
-            parts.append(line(x, min(y, label_y), x, floor_y, f"drop {_arm_class(arm)}"))
+            label_x = x + 7 if x + 7 + label_width < width else max(left, x - 7 - label_width)
             parts.append(text(label_x, label_y, label, f"label halo {_arm_class(arm)}"))
     return svg(width, height, f"{name} over wall-clock time", _curves_text(arms, target), parts)
 

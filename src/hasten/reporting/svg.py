@@ -15,11 +15,6 @@ def svg(width: float, height: float, title: str, description: str, parts: Sequen
     return element("svg", *head, *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", class_=kind, **size)
 
 
-def clipped(x: float, y: float, width: float, height: float, parts: Sequence[Markup]) -> Markup:
-    """A nested SVG that hides what lies outside it; its view box keeps the outer coordinates."""
-    return element("svg", *parts, x=x, y=y, width=width, height=height, viewBox=f"{x:g} {y:g} {width:g} {height:g}")
-
-
 def whisker(low: float, high: float, y: float, cap: float, kind: str) -> list[Markup]:
     """An error bar from x ``low`` to ``high`` at height ``y``, caps of ``cap`` up and down; ``kind``: CSS class."""
     caps = (line(x, y - cap, x, y + cap, kind) for x in (low, high))
