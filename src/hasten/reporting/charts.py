@@ -60,7 +60,8 @@ def curves(arms: Sequence[Json], target: float | None, metric: Json, width: int)
         parts.append(line(left, y, width - right, y, "target"))
         parts += [dot(*at(*point), 3.5, f"dot {_arm_class(arm)}") for arm in arms for point in arm["target_points"]]
         name_of_line = f"target {formatting.plain(target, metric['unit'])}"
-        parts.append(text(width - right - LETTER * len(name_of_line), y - 7, name_of_line, "small halo"))
+        name_y = y + 17 if metric["higher_is_better"] and y + 21 < floor_y else y - 7  # curves end on the other side
+        parts.append(text(width - right - LETTER * len(name_of_line), name_y, name_of_line, "small halo"))
         labeled = list(zip(_reaching(arms), _label_heights(y, top, floor_y), strict=False))
         for arm, label_y in labeled:  # below all labels
             x = at(arm["time"], target)[0]
