@@ -14,14 +14,8 @@ from typing import Any
 from hasten.utils.typed_arguments import typed_numbers
 
 LENGTH = {"epoch", "epochs", "step", "steps", "iter", "iters", "iteration", "iterations", "updates"}
-NO_LENGTH = {"warmup", "eval", "val", "validation", "log", "logging", "save", "print", "interval", "every", "per"} | {
-    "accumulation",
-    "size",
-    "start",
-    "initial",
-    "resume",
-    "patience",
-}
+_INTERVALS = {"eval", "val", "validation", "log", "logging", "save", "print", "interval", "every", "per"}
+NO_LENGTH = _INTERVALS | {"warmup", "accumulation", "size", "start", "initial", "resume", "patience"}
 
 _calls: list[Callable[[Namespace], None]] = []  # with everything that is parsed or offered
 _parsed: set[str] = set()  # names that the program's own parsers declare
