@@ -11,7 +11,7 @@ from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import surest
-from hasten.tuning.study import Study, exactness_of
+from hasten.tuning.study import Study, changes_training, exactness_of
 from hasten.tuning.systems import LONGER, MIN_GAIN, PROMISING_GAIN, Incumbents, whole_run_ratio
 from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import FEWER_SAMPLES, Baseline, seconds_of
@@ -77,7 +77,7 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
         counts, equal_samples = _samples_on_seeds(study, recipe, without, baseline.seeds if baseline else [study.seed])
         if not counts.tuned:
             return None
-    elif any(exactness_of(member) is Exactness.CHANGES_TRAINING for member in recipe.methods):
+    elif changes_training(recipe):
         samples = study.run(recipe, study.seed).get("samples_to_target") or samples
     outcome = study.compare_speed(without, recipe)
     if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN:

@@ -21,8 +21,8 @@ from hasten.tuning import gate
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import SURELY_FASTER, surest
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
-from hasten.tuning.study import Study, exactness_of
-from hasten.tuning.systems import EXACT, ROUNDS, loosest_exactness
+from hasten.tuning.study import EXACT, Study, exactness_of
+from hasten.tuning.systems import ROUNDS, loosest_exactness
 from hasten.tuning.time_to_target import Counts, mean_ratio, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import SEED_STEP, Baseline
 

@@ -9,15 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hasten.core.card import FACTS, Exactness
+from hasten.core.card import FACTS
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, method_class
+from hasten.tuning.study import EXACT, exactness_of
 
 TABLE = Path(__file__).with_name("experience.toml")
 LARGE_SHARE = 0.15  # of the time of a step, from which a phase counts as large
 LARGE_PHASES = {"input": "large_input_share", "optimizer_step": "large_optimizer_share"}  # the latter: short steps
 COMPARED = ("cpu", "cuda", DISTRIBUTED, "convolutions", "repeated_blocks", "indexed_samples", *LARGE_PHASES.values())
-EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
 
 
 def compositions(facts: Iterable[str], phases: Mapping[str, float], device: str) -> list[Recipe]:
@@ -64,7 +64,7 @@ def is_exact(recipe: Recipe) -> bool:
 
 def exact_part(recipe: Recipe) -> Recipe:
     """The recipe without the methods that change the numbers more than by rounding."""
-    return recipe.drop(*(name for name in recipe.methods if method_class(name).card.exactness not in EXACT))
+    return recipe.drop(*(name for name in recipe.methods if exactness_of(name) not in EXACT))
 
 
 def compared_words(facts: Iterable[str], phases: Mapping[str, float]) -> frozenset[str]:

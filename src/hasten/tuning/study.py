@@ -26,6 +26,7 @@ from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.trial_store import TrialStore
 from hasten.utils.targets import first_sustained_target
 
+EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)  # classes that change the numbers by rounding at most
 SHORT_LOOKS = (6, 9, 14)  # pairs of blocks in a comparison of the search; the confirmation has more
 CHECK_SECONDS, CHECK_STEPS = 20.0, 3.6  # of an exactness check: steps where they are long, so that each arm does three
 ONE_ROUND = (1, 1)  # pairs of processes in a comparison of the search
@@ -117,7 +118,7 @@ class Study:
         """
         processes = (self.processes, 1 if single_process else self.processes)
         longest = max(seconds, LONG_BLOCKS_SHARE * self.budget.total)
-        keeps_steps = self.start_step and not _changes_training(a, b)  # else b may be at another step there
+        keeps_steps = self.start_step and not changes_training(a, b)  # else b may be at another step there
         start_step = self.start_step if keeps_steps else 0
 
         def measure(on_progress: ProgressCallback) -> Any:
@@ -270,6 +271,6 @@ def exactness_of(name: str) -> Exactness:
     return make_method(name).card.exactness
 
 
-def _changes_training(*recipes: Recipe) -> bool:
-    names = {name for recipe in recipes for name in recipe.methods}
-    return any(exactness_of(name) is Exactness.CHANGES_TRAINING for name in names)
+def changes_training(*recipes: Recipe) -> bool:
+    """Whether any method of the recipes changes the training."""
+    return any(exactness_of(name) is Exactness.CHANGES_TRAINING for recipe in recipes for name in recipe.methods)

@@ -23,10 +23,9 @@ from hasten.engine.registry import make_methods, method_class, takes_any_option
 from hasten.tuning import finding
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import Finding
-from hasten.tuning.study import BASE_FAILED, Study, exactness_of
+from hasten.tuning.study import BASE_FAILED, EXACT, Study, exactness_of
 from hasten.utils.op_recorder import NOT_CHECKED
 
-EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
 MIN_GAIN = 1.02  # a smaller gain in the time of the training is none
 PROMISING_GAIN, LONGER = 1.05, 3  # a comparison that is unsure with this median is repeated for so many times as long
 MAX_LOSSES = 2  # presets in a row that lost, after which a method is given up: they grow bolder

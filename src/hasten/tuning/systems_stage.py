@@ -1,7 +1,7 @@
 """The first stage of a search: exact methods, then methods of lower precision, judged by steps alone."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -52,13 +52,11 @@ PROCESS_START_S = 0.5
 SPARE = 1.3  # times what a first comparison would have taken, of the budget that is recommended
 
 
-def find_systems(
-    study: Study, state: SearchState, plan: dict[str, Any], is_followed: bool, save: Callable[[], Any]
-) -> None:
+def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
     """Finds the fastest recipe of exact methods, then with methods of lower precision; confirms both."""
-    budget, seconds, samples = study.budget, state.comparison_seconds, samples_of(plan)
+    budget, seconds, samples, plan = study.budget, state.comparison_seconds, state.samples, state.plan
     if budget.left() < SEARCH_COMPARISONS * comparison_seconds(plan):
-        return confirm_best_guess(study, state, plan, save, is_followed)
+        return confirm_best_guess(study, state, is_followed)
     fits = is_followed and budget.left() * (1 - SYSTEMS_SHARE) >= whole_runs_seconds(state, USUAL_SPEEDUP)
     fits_short = budget.left() * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
     share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
@@ -83,7 +81,7 @@ def find_systems(
     with budget.part(1.0):  # a trial may have taken more than the share, and what was found must not be lost
         seconds_to_confirm = seconds if lower or share < 1 else _all_seconds(study, plan, seconds)
         _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds_to_confirm))
-        save()
+        state.save()
     if lower:
         before = len(state.incumbents.recipes)
         rest = budget.part(max(0.0, 1 - withheld / max(budget.left(), 1e-9)))
@@ -95,7 +93,7 @@ def find_systems(
         with budget.part(1.0):
             seconds_to_confirm = seconds if share < 1 else _all_seconds(study, plan, seconds)
             _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds_to_confirm))
-            save()
+            state.save()
     if budget.exhausted:
         note_not_tried(study, "systems", [*exact, *lower])
 
@@ -167,11 +165,6 @@ def whole_runs_seconds(state: SearchState, speedup: float) -> float:
     return (BASELINE_RUNS + TUNED_RUNS / speedup) * (state.run_seconds or float("inf"))
 
 
-def samples_of(plan: dict[str, Any]) -> float:
-    """Samples that the whole training trains; infinite if unknown."""
-    return plan["samples_per_epoch"] * plan["epochs"] if plan["samples_per_epoch"] else float("inf")
-
-
 def _confirmation_overhead(plan: dict[str, Any]) -> float:
     """Seconds that a confirmation takes besides its rounds: it builds the first pair, and checks the exactness."""
     return 2 * _seconds_to_build(plan) + _check_seconds(plan)
@@ -201,14 +194,13 @@ def comparison_seconds(plan: dict[str, Any], is_first: bool = False) -> float:
     return 2 * _seconds_to_build(plan) + blocks + _check_seconds(plan, is_first)
 
 
-def confirm_best_guess(
-    study: Study, state: SearchState, plan: dict[str, Any], save: Callable[[], Any], is_followed: bool = False
-) -> None:
+def confirm_best_guess(study: Study, state: SearchState, is_followed: bool = False) -> None:
     """Measures recipes that are worth a guess, where the budget allows only a few comparisons, until one is faster.
 
     A recipe that no search has picked needs no second measurement: its comparison is the confirmation.
     """
-    samples, needed, tried = samples_of(plan), comparison_seconds(plan, is_first=True), list[Recipe]()
+    plan, tried = state.plan, list[Recipe]()
+    needed = comparison_seconds(plan, is_first=True)
     guesses = deque(_guesses(study, state))
     while guesses:
         guess = guesses.popleft()
@@ -219,7 +211,7 @@ def confirm_best_guess(
         try:
             if study.budget.left() < needed:
                 raise OutOfBudgetError
-            found = confirm_speed(study, [recipe], samples, _all_seconds(study, plan, state.comparison_seconds))
+            found = confirm_speed(study, [recipe], state.samples, _all_seconds(study, plan, state.comparison_seconds))
         except OutOfBudgetError:
             why = f"a comparison takes about {format_duration(needed)}; give about --budget {duration_option(total)}"
             if not any(trial["stage"] == "confirmation" and trial.get("ratio") for trial in study.trials):
@@ -227,15 +219,15 @@ def confirm_best_guess(
             return study.note(str(recipe), "systems", "not tried", why)
         needed = comparison_seconds(plan)
         _add(state, found)
-        save()
+        state.save()
         if found and found.is_surely_faster:
-            return None if is_followed else _extend(study, state, found, plan, save)
+            return None if is_followed else _extend(study, state, found)
         tried += [recipe, found.recipe] if found else [recipe]
         guesses.appendleft(guess)  # without its methods that turned out to have no effect
     return None
 
 
-def _extend(study: Study, state: SearchState, best: Finding, plan: dict[str, Any], save: Callable[[], Any]) -> None:
+def _extend(study: Study, state: SearchState, best: Finding) -> None:
     """Adds methods whose options have to be chosen to a recipe that is faster, as long as a comparison fits.
 
     Each is measured against the unchanged task. It has to gain more than the luck of such a comparison.
@@ -245,14 +237,14 @@ def _extend(study: Study, state: SearchState, best: Finding, plan: dict[str, Any
             recipe = add_or_replace(best.recipe, item.name, options)
             if isinstance(recipe, str) or without_effect(study, recipe):
                 continue
-            if study.budget.left() < comparison_seconds(plan):
+            if study.budget.left() < comparison_seconds(state.plan):
                 return
             with suppress(OutOfBudgetError):
-                found = confirm_speed(study, [recipe], samples_of(plan), state.comparison_seconds)
+                found = confirm_speed(study, [recipe], state.samples, state.comparison_seconds)
                 if not (found and found.is_surely_faster and found.gain.median >= LUCK * best.gain.median):
                     break  # the other presets are bolder
                 _add(state, found)
-                save()
+                state.save()
                 best = found
 
 
