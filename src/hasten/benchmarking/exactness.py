@@ -108,18 +108,10 @@ def check_exactness(
     seconds: float = 60.0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> ExactnessCheck:
-    """Compares ``candidate`` with ``base`` as the exactness class requires.
+    """Compares ``candidate`` with ``base`` as the exactness class requires, which the candidate claims.
 
-    Args:
-        task: the task to train.
-        base: the recipe whose result is correct by definition.
-        candidate: the recipe to check.
-        exactness: the class that the candidate claims.
-        device: "cpu" or "cuda"; by default a GPU if there is one.
-        seed: seed of both runs.
-        steps: maximum optimizer steps of each arm.
-        seconds: after about this time the arms are compared where they are.
-        ranks: the process group of both arms. All ranks must call this; the result of rank 0 counts.
+    Each arm trains at most ``steps`` optimizer steps; after about ``seconds`` they are compared where they are. All
+    ``ranks``, the process group of both arms, must call this; the result of rank 0 counts.
 
     Raises:
         RunError: with several ranks only: the check failed to run on this rank, so the job must end.

@@ -25,13 +25,8 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
     The member of least contribution leaves first, and the others are measured again. A member stays if the recipe is
     surely faster with it, or ends better by the margin. Without a ``baseline``, where all members keep the numbers and
     the recipe is known to be faster as a whole, it is enough that the recipe is probably faster with it: what it saves
-    may be less than one comparison can prove.
-
-    Args:
-        study: what measures.
-        incumbents: the recipe without the member becomes the best one.
-        samples: those that a recipe trains which needs as many as the task; of others, runs show how many.
-        baseline: seeds and margin for members that change the training; needed if there are any.
+    may be less than one comparison can prove. ``samples`` are those that a recipe trains which needs as many as the
+    task; of others, runs show how many.
     """
     found: list[dict] = []
     while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best, samples, baseline)):

@@ -69,10 +69,7 @@ class SearchState:
 
     def keep_faster(self, other: Confirmation | None) -> None:
         """Keeps the faster of two confirmations that passed, this one or the ``other``."""
-        if other is None or not other.passed or other.gain is None:
-            return
-        mine = self.winner
-        if mine is None or mine.gain is None or mine.gain.median < other.gain.median:
+        if other is not None and other.passed and (self.winner is None or other.beats(self.winner)):
             self.confirmation = other
 
     @property

@@ -66,6 +66,7 @@ class Study:
         key = (str(recipe), seed, self.horizon)
         outcome = self.complete.get(key)
         if outcome is None:
+            known = [run["trial_seconds"] for k, run in self.complete.items() if k[::2] == (str(recipe), self.horizon)]
             what: dict[str, Any] = {"recipe": recipe.methods, "seed": seed, "time_limit": time_limit}
             limits = {} if time_limit is None else {"target": self.target, "time_limit": time_limit}
             if race and limits:
@@ -78,7 +79,7 @@ class Study:
                 f"training {recipe}, seed {seed}",
                 lambda on_progress: self._in_worker(recipe, seed, "run", on_progress, **limits),
                 failure_lasts=bool(recipe),
-                expected=self._expected_seconds(recipe),
+                expected=min(known, default=0.0),
             )
         if "failed" in outcome:
             return outcome
@@ -93,11 +94,6 @@ class Study:
         except ConfigurationError as error:
             return str(error)
         return ""
-
-    def _expected_seconds(self, recipe: Recipe) -> float:
-        """Seconds that a run of a recipe took before; 0 if unknown."""
-        known = [run["trial_seconds"] for key, run in self.complete.items() if key[::2] == (str(recipe), self.horizon)]
-        return min(known, default=0.0)
 
     def compare_speed(
         self,

@@ -17,7 +17,7 @@ from hasten.engine.registry import drop_distributed
 from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.candidates import Candidates, strong_baselines
-from hasten.tuning.experience import compositions, exact_part, gpu_compositions
+from hasten.tuning.experience import compositions, distinct, exact_part, gpu_compositions
 from hasten.tuning.finding import ESTIMATED, EXACT, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
@@ -130,24 +130,16 @@ def _able(study: Study, recipe: Recipe) -> Recipe:
 def experience_of(study: Study, state: SearchState) -> list[Recipe]:
     """The recipes that made tasks like this one faster, without the methods that cannot run where its loop is."""
     phases = {name: share for name, share in (state.diagnosis.get("phases") or {}).items() if share}
-    recipes, facts = [], state.diagnosis.get("facts") or ()
-    for recipe in (*gpu_compositions(facts), *compositions(facts, phases, study.device)):
-        able = _able(study, recipe)
-        if able and able not in recipes:
-            recipes.append(able)
-    return recipes
+    facts = state.diagnosis.get("facts") or ()
+    recipes = (*gpu_compositions(facts), *compositions(facts, phases, study.device))
+    return distinct(_able(study, recipe) for recipe in recipes)
 
 
 def _exact_compositions(study: Study, state: SearchState) -> list[Recipe]:
     """The methods that keep the numbers, of the recipes that made similar tasks faster; most similar task first."""
     if state.candidates.is_restricted:
         return []
-    parts: list[Recipe] = []
-    for recipe in experience_of(study, state):
-        part = exact_part(recipe)
-        if part and part not in parts:
-            parts.append(part)
-    return parts[:MAX_COMPOSITIONS]
+    return distinct(map(exact_part, experience_of(study, state)))[:MAX_COMPOSITIONS]
 
 
 def _together(exact: list[Candidate]) -> list[Recipe]:

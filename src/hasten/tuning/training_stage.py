@@ -65,7 +65,7 @@ def find_training(study: Study, state: SearchState) -> None:
         return study.note("baseline", "baseline", "failed", str(error))  # exact recipes need no metric
     state.save()
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
-    first = first_outcome(study, state.incumbents, baseline, exact.speedup.median if exact else 1.0)
+    first = first_outcome(baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
     with budget.reserve(confirmation), budget.part(TRAINING_SHARE), _keep_unconfirmed(study, state, baseline):
         recipes = [] if candidates.is_restricted else experience_of(study, state)
@@ -186,7 +186,7 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
         found = [one for one in looked_at if one.gain and one.gain.median > 1]
         state.findings = known + [_finding_of(study, state, attempt, is_whole) for attempt in found]
         best = next((attempt for attempt in attempts if attempt.passed), attempts[0])
-        if is_whole and (before is None or _is_faster(best, before)):
+        if is_whole and (before is None or best.beats(before)):
             state.confirmation = best
         state.save()
 
@@ -208,28 +208,21 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
         state.ablated, state.contributions = winner.recipe, contributions(study, winner.recipe, samples, baseline)
 
 
-def _is_faster(attempt: Confirmation, winner: Confirmation) -> bool:
-    """Whether an attempt passed and is faster than an earlier winner."""
-    ratios = attempt.gain, winner.gain
-    return attempt.passed and ratios[0] is not None and ratios[1] is not None and ratios[0].median > ratios[1].median
-
-
 def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whole: bool) -> Finding:
     """An attempt of the confirmation as a finding: proven if whole trainings passed the gate, else estimated."""
     assert attempt.speedup is not None
     is_proven = is_whole and attempt.gate.passed
-    why = (
-        attempt.why
-        if is_whole
-        else f"in {study.horizon:.2g} of the training, with its schedule compressed: {attempt.why}"
+    where = "" if is_whole else f"in {study.horizon:.2g} of the training, with its schedule compressed: "
+    return Finding(
+        attempt.recipe,
+        PROVEN if is_proven else ESTIMATED,
+        attempt.speedup,
+        where + attempt.why,
+        attempt.training_speedup,
+        attempt.gate.difference,
+        to_prove="" if is_proven else _to_prove(state, attempt, is_whole),
+        comparison=attempt.comparison,
     )
-    quality = attempt.gate.difference
-    level, whole = (PROVEN if is_proven else ESTIMATED), attempt.training_speedup
-    found = Finding(attempt.recipe, level, attempt.speedup, why, whole, quality)
-    found.comparison = attempt.comparison
-    if not is_proven:
-        found.to_prove = _to_prove(state, attempt, is_whole)
-    return found
 
 
 def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool) -> str:

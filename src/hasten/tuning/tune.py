@@ -254,16 +254,10 @@ def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]
     now = json.loads(json.dumps(settings, default=str))
     changed = [name for name in now if now[name] != before.get(name)]
     if changed:
-        names = ", ".join(_change(name, before.get(name), now[name]) for name in changed)
+        words = {"task": "the task or script, or what it was asked for", "code": "hasten itself"}  # not fingerprints
+        names = ", ".join(words.get(name, f"{name} ({before.get(name)} before, {now[name]} now)") for name in changed)
         raise ConfigurationError(f"the search in {directory} cannot be continued, since these changed: {names}")
     return result
-
-
-def _change(name: str, before: Any, now: Any) -> str:
-    """A setting that differs between two searches, in words; fingerprints say nothing to a reader."""
-    if name in ("task", "code"):
-        return {"task": "the task or script, or what it was asked for", "code": "hasten itself"}[name]
-    return f"{name} ({before} before, {now} now)"
 
 
 def _estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> None:
