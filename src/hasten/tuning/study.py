@@ -87,6 +87,11 @@ class Study:
             self.complete[key] = outcome
         return {**outcome, **self._time_to_target(outcome["evaluations"])}  # not stored: the target may be fixed later
 
+    @property
+    def where(self) -> dict[str, Any]:
+        """Arguments of every measurement of steps: where and how the arms run, and until when."""
+        return {"device": self.device, "seed": self.seed, "timeout": self.timeout, "deadline": self.budget.deadline()}
+
     def refusal(self, recipe: Recipe) -> str:
         """Why a recipe cannot run where the task's loop is, such as in a script; "" if it can."""
         try:
@@ -118,16 +123,9 @@ class Study:
         start_step = self.start_step if keeps_steps else 0
 
         def measure(on_progress: ProgressCallback) -> Any:
-            where = {"device": self.device, "processes": processes, "seed": self.seed, "timeout": self.timeout}
-            limits = {
-                "budget": seconds,
-                "looks": looks,
-                "rounds": rounds,
-                "longest": longest,
-                "start_step": start_step,
-                "deadline": self.budget.deadline(),
-            }
-            return run_interleaved(self.task, a, b, on_progress=on_progress, **limits, **where).to_json()
+            limits = {"budget": seconds, "looks": looks, "rounds": rounds, "longest": longest, "start_step": start_step}
+            how = {"processes": processes, "on_progress": on_progress, **self.where}
+            return run_interleaved(self.task, a, b, **limits, **how).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
         what |= {"rounds": list(rounds)} if rounds != ONE_ROUND else {}
@@ -156,9 +154,8 @@ class Study:
         """Seconds of each phase per 1000 training samples; empty if they cannot be measured."""
 
         def measure(on_progress: ProgressCallback) -> dict:
-            where = {"device": self.device, "processes": self.processes, "timeout": self.timeout, "seed": self.seed}
-            limits = {"budget": PROFILE_SECONDS, "deadline": self.budget.deadline()}
-            profile = profile_steps(self.task, recipe, on_progress=on_progress, **limits, **where)
+            how = {"processes": self.processes, "budget": PROFILE_SECONDS, **self.where}
+            profile = profile_steps(self.task, recipe, on_progress=on_progress, **how)
             seconds = 1000 * (profile.sample + evaluation_seconds_per_sample(profile.plan, profile.evaluation))
             return {"phases": {phase: share * seconds for phase, share in profile.phases.items()}}
 

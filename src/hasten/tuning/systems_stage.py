@@ -64,8 +64,8 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
     exact, lower = _by_exactness(state.candidates, state.level)
     experienced = _exact_compositions(study, state)
-    if budget.left() < MANY_COMPARISONS * comparison_seconds(plan) and not state.candidates.is_restricted:
-        experienced = [*_together(exact), *experienced]
+    if budget.left() < MANY_COMPARISONS * comparison_seconds(plan):
+        experienced = [*_together(state, exact), *experienced]
     if study.processes > 1:
         with budget.part(ONE_PROCESS_SHARE):
             state.one_process = compare_with_one_process(study, state, Recipe(), samples)
@@ -128,7 +128,12 @@ def _able(study: Study, recipe: Recipe) -> Recipe:
 
 
 def experience_of(study: Study, state: SearchState) -> list[Recipe]:
-    """The recipes that made tasks like this one faster, without the methods that cannot run where its loop is."""
+    """The recipes that made tasks like this one faster, without the methods that cannot run where its loop is.
+
+    None where the user chose the methods.
+    """
+    if state.candidates.is_restricted:
+        return []
     phases = {name: share for name, share in (state.diagnosis.get("phases") or {}).items() if share}
     facts = state.diagnosis.get("facts") or ()
     recipes = (*gpu_compositions(facts), *compositions(facts, phases, study.device))
@@ -137,15 +142,13 @@ def experience_of(study: Study, state: SearchState) -> list[Recipe]:
 
 def _exact_compositions(study: Study, state: SearchState) -> list[Recipe]:
     """The methods that keep the numbers, of the recipes that made similar tasks faster; most similar task first."""
-    if state.candidates.is_restricted:
-        return []
     return distinct(map(exact_part, experience_of(study, state)))[:MAX_COMPOSITIONS]
 
 
-def _together(exact: list[Candidate]) -> list[Recipe]:
+def _together(state: SearchState, exact: list[Candidate]) -> list[Recipe]:
     """The exact methods that have no option to choose and start fast, those that exclude an earlier one left out."""
     recipe = Recipe()
-    for item in exact:
+    for item in exact if not state.candidates.is_restricted else ():
         if item.presets[:1] == ({},) and not item.card.high_setup_cost and not item.offered:
             joined = recipe.with_method(item.name)
             recipe = joined if conflict_reason(joined) is None else recipe
@@ -244,8 +247,7 @@ def _guesses(study: Study, state: SearchState) -> list[Recipe]:
     """Exact recipes worth a comparison: the methods that need no choice, what made similar tasks faster, methods."""
     exact, _ = _by_exactness(state.candidates, state.level)
     singles = [Recipe({item.name: item.presets[0]}) for item in exact if item.presets]
-    together = [] if state.candidates.is_restricted else _together(exact)
-    return [*together, *_exact_compositions(study, state), *singles][:GUESSES]
+    return [*_together(state, exact), *_exact_compositions(study, state), *singles][:GUESSES]
 
 
 def note_not_tried(study: Study, stage: str, items: list) -> None:

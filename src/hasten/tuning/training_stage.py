@@ -68,8 +68,7 @@ def find_training(study: Study, state: SearchState) -> None:
     first = first_outcome(baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
     with budget.reserve(confirmation), budget.part(TRAINING_SHARE), _keep_unconfirmed(study, state, baseline):
-        recipes = [] if candidates.is_restricted else experience_of(study, state)
-        recipes = [recipe for recipe in recipes if not is_exact(recipe)][:MAX_COMPOSITIONS]
+        recipes = [recipe for recipe in experience_of(study, state) if not is_exact(recipe)][:MAX_COMPOSITIONS]
         if not candidates.is_restricted:
             facts = frozenset(state.diagnosis.get("facts") or ())
             epoch = state.plan["samples_per_epoch"] or float("inf")
