@@ -116,7 +116,7 @@ def test_shorter_training_with_a_higher_rate_is_found_trained_with_and_shown(tmp
     diagnosis = {"advice": [{"method": "script_arguments", "bound": None}]}
     (item,) = candidates_for(diagnosis, MethodSelection.of(None, ()), study.refusal, varied).training
     baseline, incumbents = run_baseline(study, None), Incumbents()
-    search_jointly(study, incumbents, [item], baseline, first_outcome(study, incumbents, baseline))
+    search_jointly(study, incumbents, [item], baseline, first_outcome(baseline))
     best = incumbents.best
     arguments = best.methods["script_arguments"]
     assert arguments["epochs"] < 300 and arguments["lr"] > 0.0003, study.trials

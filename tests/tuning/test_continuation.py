@@ -18,6 +18,8 @@ from hasten.tuning.tune import tune
 from helpers.planted_study import Planted
 from helpers.process import start_process
 
+PLAN = {"samples_per_epoch": 100, "epochs": 1}
+
 
 def row(text: str, evidence: str, median: float = 2.0) -> dict:
     speedup = {"median": median, "low": 0.9 * median, "high": 1.1 * median}
@@ -45,12 +47,14 @@ def test_recipe_that_is_proven_already_keeps_what_was_measured_of_it():
 
 
 def test_recipe_that_a_continued_search_refutes_is_no_answer_any_more(monkeypatch):
-    rows, state = [row("znorm", ESTIMATED, 5.0), row("fused_optimizer", ESTIMATED)], SearchState(run_seconds=1.0)
+    rows, state = (
+        [row("znorm", ESTIMATED, 5.0), row("fused_optimizer", ESTIMATED)],
+        SearchState(run_seconds=1.0, plan=PLAN),
+    )
     state.findings = earlier_findings({"frontier": rows})
     study = Planted(refuted=("fused_optimizer",))
     monkeypatch.setattr(continuation, "prove", lambda *_: None)
-    plan = {"samples_per_epoch": 100, "epochs": 1}
-    finish_earlier(study, state, plan, None, {"frontier": rows}, True, lambda: None)
+    finish_earlier(study, state, {"frontier": rows}, True)
     assert [one.recipe for one in state.findings] == [Recipe.parse("znorm")]
 
 
@@ -69,13 +73,12 @@ def test_budget_of_a_continued_search_ends_after_what_was_added():
 def test_finish_earlier_proves_before_anything_new(monkeypatch):
     asked: list = []
     monkeypatch.setattr(continuation, "confirm_speed", lambda study, recipes, *_: asked.append(recipes))
-    monkeypatch.setattr(continuation, "prove", lambda study, state, margin, recipes, save: asked.append(recipes))
+    monkeypatch.setattr(continuation, "prove", lambda study, state, recipes: asked.append(recipes))
     rows = [row("znorm", ESTIMATED, 5.0), row("ema", ESTIMATED, 3.0), row("fused_optimizer", ESTIMATED)]
-    plan = {"samples_per_epoch": 100, "epochs": 1}
-    state = SearchState(run_seconds=1.0)
+    state = SearchState(run_seconds=1.0, plan=PLAN)
     study = Planted()
     study.budget.wall = math.inf
-    finish_earlier(study, state, plan, None, {"frontier": rows}, True, lambda: None)
+    finish_earlier(study, state, {"frontier": rows}, True)
     assert asked == [[Recipe.parse("fused_optimizer")], [Recipe.parse("ema"), Recipe.parse("znorm")]]
 
 

@@ -74,7 +74,7 @@ def searched(study: Any) -> list[Recipe]:
     runs = [study.run(Recipe(), seed) for seed in seeds]
     baseline = Baseline(seeds, runs, TARGET, MARGIN, True, seeds)
     incumbents = Incumbents()
-    search_jointly(study, incumbents, ITEMS, baseline, first_outcome(study, incumbents, baseline))
+    search_jointly(study, incumbents, ITEMS, baseline, first_outcome(baseline))
     return incumbents.recipes
 
 
@@ -99,14 +99,14 @@ def test_short_training_that_was_lucky_on_two_seeds_is_refused_by_further_cheap_
     seeds, recipe = [0, 1000], Recipe({"budgeted_schedule": {"factor": 0.15, "peak": BEST_PEAK}})
     for study, verdict in ((Simulated(), "kept"), (Lucky(), "refused")):
         baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
-        outcome = run_seeds(study, recipe, first_outcome(study, Incumbents(), baseline), baseline, [])
+        outcome = run_seeds(study, recipe, first_outcome(baseline), baseline, [])
         assert (outcome.verdict, len(outcome.runs)) == (verdict, 5)
 
 
 def test_shorten_finds_the_least_length_that_ends_as_well():
     study, seeds = Simulated(shortest=0.3), [0, 1, 2]
     baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
-    whole = first_outcome(study, Incumbents(), baseline)
+    whole = first_outcome(baseline)
     recipe = Recipe({"budgeted_schedule": {"factor": 0.64, "peak": BEST_PEAK}})
     incumbents = Incumbents([Recipe(), recipe])
     best = shorten(study, incumbents, ITEMS, baseline, run_seeds(study, recipe, whole, baseline, []))
@@ -120,7 +120,7 @@ def test_joint_search_tries_no_length_of_the_best_recipe_or_longer():
     study, seeds = Simulated(shortest=0.5), [0, 1, 2]
     baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
     recipe = Recipe({"budgeted_schedule": {"factor": 0.55, "peak": BEST_PEAK}})
-    best = run_seeds(study, recipe, first_outcome(study, Incumbents(), baseline), baseline, [])
+    best = run_seeds(study, recipe, first_outcome(baseline), baseline, [])
     study.ran.clear()
     search_jointly(study, Incumbents([Recipe(), recipe]), ITEMS, baseline, best)
     lengths = {float(re.findall(r"factor=([\d.]+),peak", text)[0]) for text, _ in study.ran}
@@ -146,7 +146,7 @@ def test_shorten_compares_samples_since_the_clock_of_a_run_may_be_disturbed():
     study, seeds = Disturbed(shortest=0.3), [0, 1, 2]
     baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
     recipe = Recipe({"budgeted_schedule": {"factor": 0.64, "peak": BEST_PEAK}})
-    whole, incumbents = first_outcome(study, Incumbents(), baseline), Incumbents([Recipe(), recipe])
+    whole, incumbents = first_outcome(baseline), Incumbents([Recipe(), recipe])
     shorten(study, incumbents, ITEMS, baseline, run_seeds(study, recipe, whole, baseline, []))
     assert [one.methods["budgeted_schedule"]["factor"] for one in incumbents.recipes[1:]] == [0.64, 0.45, 0.32]
 

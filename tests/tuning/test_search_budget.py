@@ -272,7 +272,7 @@ def test_find_systems_confirms_what_it_found_before_a_trial_overran_the_share_of
     now, found = [0.0], Finding(Recipe({"in_memory_batches": {}}), EXACT, Ratio(1.5, 1.4, 1.6), "")
     budget = Budget(100.0, clock=lambda: now[0])
     study = SimpleNamespace(budget=budget, processes=1, device="cpu", refusal=lambda recipe: "", trials=[])
-    state = SearchState(run_seconds=8.0, comparison_seconds=5.0, candidates=Candidates(is_restricted=True))
+    state = SearchState(run_seconds=8.0, plan=PLAN, comparison_seconds=5.0, candidates=Candidates(is_restricted=True))
 
     def search(_, incumbents, *__):
         incumbents.push(found.recipe, found.speedup)
@@ -285,7 +285,7 @@ def test_find_systems_confirms_what_it_found_before_a_trial_overran_the_share_of
 
     monkeypatch.setattr(systems_stage, "search_systems", search)
     monkeypatch.setattr(systems_stage, "confirm_speed", confirm)
-    systems_stage.find_systems(study, state, PLAN, True, lambda: None)
+    systems_stage.find_systems(study, state, True)
     assert state.findings == [found] and state.unconfirmed is None
 
 
@@ -324,7 +324,7 @@ def test_confirm_speed_repeats_a_stored_comparison_that_a_smaller_budget_left_un
 @pytest.mark.parametrize(("level", "stages"), [(EXACT, 1), (PRECISION, 2)])
 def test_find_systems_leaves_no_time_for_lower_precision_that_the_level_excludes(monkeypatch, level, stages):
     candidates = Candidates(systems=[candidate("fused_optimizer"), candidate("bfloat16")], is_restricted=True)
-    state = SearchState(level=level, run_seconds=8.0, comparison_seconds=5.0, candidates=candidates)
+    state = SearchState(level=level, run_seconds=8.0, plan=PLAN, comparison_seconds=5.0, candidates=candidates)
     study, left, searched = Planted(budget=frozen(100.0)), [], []
 
     def search(study, _, items, *__):
@@ -332,7 +332,7 @@ def test_find_systems_leaves_no_time_for_lower_precision_that_the_level_excludes
         searched.append([item.name for item in items])
 
     monkeypatch.setattr(systems_stage, "search_systems", search)
-    systems_stage.find_systems(study, state, PLAN, False, lambda: None)  # type: ignore[arg-type]
+    systems_stage.find_systems(study, state, False)  # type: ignore[arg-type]
     assert searched == [["fused_optimizer"], ["bfloat16"]][:stages]
     reserved = 5.0 + systems_stage._confirmation_overhead(PLAN)
     share = 1.0 if level == EXACT else systems_stage.EXACT_SHARE
@@ -357,21 +357,21 @@ def test_diagnosis_gives_way_to_a_comparison(left, expected):
 
 
 def test_guess_that_the_budget_ends_tells_which_budget_would_do(monkeypatch):
-    study, state = Planted(budget=frozen(60.0)), SearchState(comparison_seconds=5.0, candidates=Candidates())
+    study, state = Planted(budget=frozen(60.0)), SearchState(plan=PLAN, comparison_seconds=5.0, candidates=Candidates())
     state.candidates.systems = [candidate("in_memory_batches"), candidate("fused_optimizer")]
 
     def confirm(*_):
         raise OutOfBudgetError
 
     monkeypatch.setattr(systems_stage, "confirm_speed", confirm)
-    systems_stage.confirm_best_guess(study, state, PLAN, lambda: None)  # type: ignore[arg-type]
+    systems_stage.confirm_best_guess(study, state)  # type: ignore[arg-type]
     assert "give about --budget" in state.too_small and study.noted("systems")
 
 
 def test_guesses_leave_out_methods_that_had_no_effect_in_an_earlier_one(monkeypatch):
-    study, state = Planted(without_effect=("fused_optimizer",)), SearchState(comparison_seconds=5.0)
+    study, state = Planted(without_effect=("fused_optimizer",)), SearchState(plan=PLAN, comparison_seconds=5.0)
     state.candidates = Candidates(systems=[candidate("fused_optimizer"), candidate("in_memory_batches")])
-    systems_stage.confirm_best_guess(study, state, PLAN, lambda: None)  # type: ignore[arg-type]
+    systems_stage.confirm_best_guess(study, state)  # type: ignore[arg-type]
     tried = [what.partition(" against")[0] for what in study.kinds("speed")]
     assert tried[:2] == ["fused_optimizer + in_memory_batches", "in_memory_batches"]
     assert len(tried) == len(set(tried)) and not any("fused_optimizer" in what for what in tried[1:])
@@ -380,10 +380,10 @@ def test_guesses_leave_out_methods_that_had_no_effect_in_an_earlier_one(monkeypa
 @pytest.mark.parametrize(("threads", "expected"), [(1.5, True), (1.02, False)])
 def test_faster_guess_is_extended_by_methods_whose_options_have_to_be_chosen(threads, expected):
     faster = {"fused_optimizer": 1.3, "in_memory_batches": 1.2, "num_threads:count=1": threads}
-    study, state = Planted(faster=faster), SearchState(comparison_seconds=5.0)
+    study, state = Planted(faster=faster), SearchState(plan=PLAN, comparison_seconds=5.0)
     names = ("fused_optimizer", "in_memory_batches", "num_threads")
     state.candidates = Candidates(systems=[candidate(name) for name in names])
-    systems_stage.confirm_best_guess(study, state, PLAN, lambda: None)  # type: ignore[arg-type]
+    systems_stage.confirm_best_guess(study, state)  # type: ignore[arg-type]
     best = recommended(state.findings)
     assert best is not None and ("num_threads" in best.recipe.methods) is expected
     assert {"fused_optimizer", "in_memory_batches"} <= best.recipe.methods.keys()

@@ -20,7 +20,7 @@ def test_length_is_searched_jointly_with_the_other_arguments():
     joint, others = split_joint([item])
     assert joint == [item] and not others
     space = Space(joint)
-    point = dict.fromkeys((key for key, _ in space.axes()), 1.0)
+    point = dict.fromkeys(space.axes(), 1.0)
     assert space.add_to(Recipe(), point, 0.16) == Recipe(
         {"script_arguments": {"epochs": 8, "lr": 0.08, "batch_size": 256}}
     )

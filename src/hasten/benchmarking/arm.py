@@ -52,8 +52,8 @@ def warm_up_steps(step: float) -> int:
 class Arm:
     """A run without end that is trained in blocks of steps. All times are in seconds.
 
-    The task is a TaskRef or its JSON; ``methods`` (method -> options) is the recipe. Without ``ranks`` the arm joins
-    the process group of the environment when it is built.
+    The task is a TaskRef or its JSON. Without ``ranks`` the arm joins the process group of the environment when it is
+    built.
     """
 
     def __init__(
@@ -87,30 +87,26 @@ class Arm:
             RunError: a method has no effect, or a loss is not finite.
         """
         with self._explain_out_of_memory():
-            return self._build(with_evaluation)
-
-    def _build(self, with_evaluation: bool) -> dict[str, Any]:
-        task = self.task.load()
-        self.context = ExitStack()  # never closed: the process ends with the arm
-        if self.joins_group:
-            self.ranks = self.context.enter_context(init_process_group(self.device, COLLECTIVE_TIMEOUT_S))
-            self.device = device_of(self.ranks, self.device)
-        self._barrier()
-        began = time.perf_counter()
-        program = self.build_program(task)
-        program.effects.require_effect = True
-        program.effects.check()
-        self.context.enter_context(program.process_context())
-        self.source = program.train
-        self.program = _endless(program, self._epoch)
-        self.steps = program.effects.observed(train_steps(self.program))
-        built = time.perf_counter() - began
-
-        first, step = self._warm_up(program)
-        evaluation = None
-        if with_evaluation and program.validation is not None:
-            first_evaluation, evaluation = self._warm_up_evaluation()
-            first += first_evaluation
+            task = self.task.load()
+            self.context = ExitStack()  # never closed: the process ends with the arm
+            if self.joins_group:
+                self.ranks = self.context.enter_context(init_process_group(self.device, COLLECTIVE_TIMEOUT_S))
+                self.device = device_of(self.ranks, self.device)
+            self._barrier()
+            began = time.perf_counter()
+            program = self.build_program(task)
+            program.effects.require_effect = True
+            program.effects.check()
+            self.context.enter_context(program.process_context())
+            self.source = program.train
+            self.program = _endless(program, self._epoch)
+            self.steps = program.effects.observed(train_steps(self.program))
+            built = time.perf_counter() - began
+            first, step = self._warm_up(program)
+            evaluation = None
+            if with_evaluation and program.validation is not None:
+                first_evaluation, evaluation = self._warm_up_evaluation()
+                first += first_evaluation
         start = built + first + cached_compile_seconds()  # as with an empty cache, whatever was tried before
         plan, parallel, progress = program.plan, program.run.parallel, program.run.progress
         samples_per_step = progress.samples / progress.step
@@ -216,22 +212,19 @@ class Arm:
         Raises:
             RunError: a loss is not finite.
         """
-        with self._explain_out_of_memory():
-            return self._train(count)
-
-    def _train(self, count: int) -> dict[str, float]:
         progress, self.losses = self.program.run.progress, []
-        self._synchronize()
-        samples, before, began = progress.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        for _ in range(count):
-            loss = next(self.steps)  # may call _read_losses, between two epochs
-            self.unread.append((loss, progress.epoch, progress.batch - 1))
-            if len(self.unread) >= LOG_EVERY_STEPS:  # as a run does
-                self._read_losses()
-        issued = time.perf_counter()
-        self._synchronize()
-        seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
-        self._read_losses()
+        with self._explain_out_of_memory():
+            self._synchronize()
+            samples, before, began = progress.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+            for _ in range(count):
+                loss = next(self.steps)  # may call _read_losses, between two epochs
+                self.unread.append((loss, progress.epoch, progress.batch - 1))
+                if len(self.unread) >= LOG_EVERY_STEPS:  # as a run does
+                    self._read_losses()
+            issued = time.perf_counter()
+            self._synchronize()
+            seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+            self._read_losses()
         usage = {
             "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
             "system": after.ru_stime - before.ru_stime,
@@ -240,13 +233,9 @@ class Arm:
             "loss": fmean(self.losses) / self.ranks.world_size if self.losses else math.nan,
         }
         sums = self.ranks.all_reduce_sum(list(usage.values()))
-        block = {
-            "seconds": seconds,
-            "issue_seconds": issued - began,
-            "samples": progress.samples - samples,
-            "position": progress.samples,
-        }
-        return block | dict(zip(usage, sums, strict=True)) | gpu_state(self.program.run.device)
+        block = {"seconds": seconds, "issue_seconds": issued - began, "samples": progress.samples - samples}
+        block |= {"position": progress.samples, **dict(zip(usage, sums, strict=True))}
+        return block | gpu_state(self.program.run.device)
 
     def evaluate(self) -> float:
         """Seconds of one evaluation, extrapolated from some of its batches if it is long."""
@@ -304,7 +293,6 @@ class Arm:
         self._barrier()
 
     def _barrier(self) -> None:
-        """Waits for all ranks (a barrier)."""
         if not self.ranks.is_single_process:
             self.ranks.any(False)
 
@@ -320,21 +308,8 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimates how long the unchanged training takes, from a few steps and one evaluation.
 
-    Args:
-        task: The task.
-        device: Name of the device, such as "cpu" or "cuda".
-        seed: Seed of all random numbers.
-        processes: Number of ranks.
-        timeout: Seconds of silence after which a group of several ranks counts as hanging; None: the default.
-        deadline: Time of ``time.monotonic``; None: no limit.
-        service: The class of the arm, ``module:Class``.
-
-    Returns:
-        ``seconds`` (None if the training data has no length), and the ``plan`` of ``Arm.build``.
-
-    Raises:
-        RunError, ConfigurationError: the unchanged training does not run.
-        DeadlineError: the estimate was not ready at the deadline.
+    ``timeout`` and ``deadline`` are those of ``start_workers``, ``service`` is the ``module:Class`` of the arm. Returns
+    ``seconds`` (None if the training data has no length), and the ``plan`` of ``Arm.build``.
     """
     arguments = {"task": task, "methods": {}, "device": device, "seed": seed}
     with start_workers(processes, service, timeout, deadline, **arguments) as worker:

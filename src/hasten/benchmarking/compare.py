@@ -51,7 +51,7 @@ class Comparison:
     interleaved: bool = True  # False: memory did not suffice for both arms at once
 
     def to_json(self) -> CompareResult:
-        arms = self._arms()
+        arms = {"a": self.a, "b": self.b}
         cpu_a, cpu_b = self.a.cpu_seconds_per_sample(), self.b.cpu_seconds_per_sample()
         result: dict[str, Any] = {
             "kind": "compare",
@@ -82,12 +82,9 @@ class Comparison:
 
         Those of the first round: the other rounds train the same again.
         """
-        first = {name: [block for block in arm.blocks if block["round"] == 1] for name, arm in self._arms().items()}
-        losses = {name: [block["loss"] for block in blocks] for name, blocks in first.items()}
-        return {"samples": [block["position"] for block in first["a"]], **losses}
-
-    def _arms(self) -> dict[str, ArmSamples]:
-        return {"a": self.a, "b": self.b}
+        a, b = ([block for block in arm.blocks if block["round"] == 1] for arm in (self.a, self.b))
+        losses = {name: [block["loss"] for block in blocks] for name, blocks in (("a", a), ("b", b))}
+        return {"samples": [block["position"] for block in a], **losses}
 
 
 def compare(
@@ -171,28 +168,19 @@ def run_interleaved(
     deadline: float | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> Comparison:
-    """Measures two recipes in interleaved blocks; ``compare`` is its public form, with the same arguments.
+    """Measures two recipes in interleaved blocks; ``compare`` is its public form, and documents the other arguments.
 
-    Args:
-        task: what is trained.
-        a: a recipe.
-        b: another recipe.
-        budget: seconds from when the first pair of processes is built; building further pairs is included.
-        device: "cpu" or "cuda".
-        processes: ranks of each arm.
-        seed: of all runs.
-        rounds: fewest and most rounds, each with a fresh pair of processes. There are fewer if the ratio is beyond
-            doubt, and a single one, with as many blocks as fit, if the budget does not allow the fewest. (1, 1) is
-            quick, and its interval as wide as PROCESS_SPREAD makes it.
-        looks: numbers of pairs of blocks. The first is that of a round; a single round may stop after each of them.
-        timeout: seconds of silence, beyond the budget, after which an arm counts as hanging. It does not limit the
-            building of an arm of one process, which waits for no other process.
-        longest: seconds that MIN_PAIRS blocks of a strategy that communicates seldom may take, by default
-            SYNC_PERIOD_BUDGETS budgets.
-        start_step: step of a at which the blocks begin; in every round both arms train on to it, untimed.
-        later_share: share of the budget (0 to 1) for blocks later in the training, if it is long enough.
-        deadline: time of ``time.monotonic`` at which the comparison ends with the blocks that it has.
-        on_progress: receives the progress.
+    * ``budget``: seconds from when the first pair of processes is built; building further pairs is included.
+    * ``rounds``: fewest and most rounds, each with a fresh pair of processes. There are fewer if the ratio is beyond
+      doubt, and a single one, with as many blocks as fit, if the budget does not allow the fewest. (1, 1) is quick, and
+      its interval as wide as PROCESS_SPREAD makes it.
+    * ``looks``: numbers of pairs of blocks. The first is that of a round; a single round may stop after each of them.
+    * ``timeout`` does not limit the building of an arm of one process, which waits for no other process.
+    * ``longest``: seconds that MIN_PAIRS blocks of a strategy that communicates seldom may take, by default
+      SYNC_PERIOD_BUDGETS budgets.
+    * ``start_step``: step of a at which the blocks begin; in every round both arms train on to it, untimed.
+    * ``later_share``: share of the budget (0 to 1) for blocks later in the training, if it is long enough.
+    * ``deadline``: time of ``time.monotonic`` at which the comparison ends with the blocks that it has.
 
     Raises:
         RunError: an arm could not run.
@@ -216,9 +204,8 @@ def run_interleaved(
     switches = sum(block["switches"] for block in arms[0].blocks)
     figures = noise.summary(100 * spread(arms[0].seconds_per_sample()), int(switches))
     figures |= gpu_summary([*arms[0].blocks, *arms[1].blocks])
-    seconds = time.monotonic() - began
-    why, positions = done.why(), done.by_position
-    return Comparison(done.verdict, done.ratio, *arms, why, seconds, figures, positions, not done.is_sequential)
+    measured = done.why(), time.monotonic() - began, figures, done.by_position, not done.is_sequential
+    return Comparison(done.verdict, done.ratio, *arms, *measured)
 
 
 def _run_round(done: Measurement, builder: ArmBuilder) -> None:
@@ -226,11 +213,11 @@ def _run_round(done: Measurement, builder: ArmBuilder) -> None:
     if done.is_sequential:
         plans = [arm.plan for arm in done.arms if arm.plan]
         with ExitStack() as stack:
-            done.run_round(SequentialPair(stack, builder, plans, order_of(done.rounds), builder.timeout))
+            done.run_round(SequentialPair(stack, builder, plans, order_of(done.rounds)))
         return
     try:
         # b first in the first round, to notice at once if it has no effect
-        with build_pair(builder, order_of(done.rounds + 1), builder.timeout) as pair:
+        with build_pair(builder, order_of(done.rounds + 1)) as pair:
             done.run_round(pair)
     except ArmsDoNotFitError:
         done.run_sequentially()

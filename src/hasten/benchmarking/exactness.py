@@ -62,6 +62,7 @@ MAX_DIFFERENCE = 1e-10  # relative, of all weights together
 MIN_GRADIENT_DB, MIN_MOVEMENT_DB = 20.0, 40.0  # signal-to-noise ratios
 SMALL_BATCH = 8  # rows, where a float64 run with whole batches fails
 ROUNDING_STEPS = 5  # of float32 runs: rounding grows with every step
+MOVEMENT_STEPS = 5  # whose weights show that lower precision does nothing but round
 MAX_ROUNDING = 1e-3  # relative change by rounding, above which float32 runs show nothing
 TIMES_ROUNDING, LEAST_ROUNDING = 4.0, 1e-6  # a difference up to so many times the rounding is rounding
 LEAST_MOVEMENT = 10.0  # times that, which the weights must move in float32 for a difference to show
@@ -107,18 +108,10 @@ def check_exactness(
     seconds: float = 60.0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> ExactnessCheck:
-    """Compares ``candidate`` with ``base`` as the exactness class requires.
+    """Compares ``candidate`` with ``base`` as the exactness class requires, which the candidate claims.
 
-    Args:
-        task: the task to train.
-        base: the recipe whose result is correct by definition.
-        candidate: the recipe to check.
-        exactness: the class that the candidate claims.
-        device: "cpu" or "cuda"; by default a GPU if there is one.
-        seed: seed of both runs.
-        steps: maximum optimizer steps of each arm.
-        seconds: after about this time the arms are compared where they are.
-        ranks: the process group of both arms. All ranks must call this; the result of rank 0 counts.
+    Each arm trains at most ``steps`` optimizer steps; after about ``seconds`` they are compared where they are. All
+    ``ranks``, the process group of both arms, must call this; the result of rank 0 counts.
 
     Raises:
         RunError: with several ranks only: the check failed to run on this rank, so the job must end.
@@ -213,21 +206,7 @@ def _equivalent_math_in_float32(case: EquivalenceCase) -> ExactnessCheck:
 
 
 def _reduced_precision_in_float32(case: EquivalenceCase) -> ExactnessCheck:
-    noisy, batches = first_gradients(case, case.candidate, RunConditions(double=False), MAX_BATCHES)
-    clean, _ = first_gradients(case, case.base, RunConditions(double=False), len(noisy))
-    name, worst = worst_gradient(clean, noisy)
-    if not worst >= MIN_GRADIENT_DB:
-        why = f"the gradient of {name} is {worst:.1f} dB above its error against float32, below {MIN_GRADIENT_DB:.0f}"
-        return _not_passed(why, worst)
-    a, b = both_arms(case, RunConditions(double=False), steps=ROUNDING_STEPS)
-    if why := plan_mismatch(a, b):
-        return _not_passed(why)
-    movement = decibels(_movement(a), _movement(a).sub(_movement(b)))
-    if not movement >= MIN_ROUNDED_MOVEMENT_DB:
-        why = f"it does more than round: the weights move differently ({movement:.1f} dB, {a.steps} steps)"
-        return _not_passed(why, movement)
-    why = f"every gradient is at least {worst:.1f} dB above its error against float32, over {batches} batches"
-    return ExactnessCheck(True, worst, why)
+    return _judge_reduced_precision(*_gradients_and_movement(case, double=False), double=False)
 
 
 def _changes_training_in_float32(case: EquivalenceCase) -> ExactnessCheck:
@@ -257,11 +236,11 @@ def _equivalent_math(case: EquivalenceCase) -> tuple[EquivalenceRun, Equivalence
 
 
 def _gradients_and_movement(
-    case: EquivalenceCase,
+    case: EquivalenceCase, double: bool = True
 ) -> tuple[list[Gradients | None], list[Gradients | None], int, EquivalenceRun, EquivalenceRun]:
     noisy, batches = first_gradients(case, case.candidate, RunConditions(double=False), MAX_BATCHES)
-    clean, _ = first_gradients(case, case.base, RunConditions(double=True), len(noisy))
-    return clean, noisy, batches, *both_arms(case, RunConditions(double=True), steps=5)
+    clean, _ = first_gradients(case, case.base, RunConditions(double), len(noisy))
+    return clean, noisy, batches, *both_arms(case, RunConditions(double), steps=MOVEMENT_STEPS)
 
 
 def _bit_exact(case: EquivalenceCase) -> tuple[EquivalenceRun, EquivalenceRun, Control | None]:
@@ -328,20 +307,25 @@ def _judge_equivalent_math(a: EquivalenceRun, b: EquivalenceRun, again: Equivale
 
 
 def _judge_reduced_precision(
-    clean: list[Gradients | None], noisy: list[Gradients | None], batches: int, a: EquivalenceRun, b: EquivalenceRun
+    clean: list[Gradients | None],
+    noisy: list[Gradients | None],
+    batches: int,
+    a: EquivalenceRun,
+    b: EquivalenceRun,
+    double: bool = True,
 ) -> ExactnessCheck:
     name, worst = worst_gradient(clean, noisy)
+    error = f"{worst:.1f} dB above its error against {'float64' if double else 'float32'}"
     if not worst >= MIN_GRADIENT_DB:
-        why = f"the gradient of {name} is {worst:.1f} dB above its error against float64, below {MIN_GRADIENT_DB:.0f}"
-        return _not_passed(why, worst)
+        return _not_passed(f"the gradient of {name} is {error}, below {MIN_GRADIENT_DB:.0f}", worst)
     if why := plan_mismatch(a, b):
         return _not_passed(why)
     movement = decibels(_movement(a), _movement(a).sub(_movement(b)))
-    if not movement >= MIN_MOVEMENT_DB:
-        why = f"it does more than round: in float64 the weights move differently ({movement:.1f} dB, {a.steps} steps)"
+    if not movement >= (MIN_MOVEMENT_DB if double else MIN_ROUNDED_MOVEMENT_DB):
+        where = "in float64 the" if double else "the"
+        why = f"it does more than round: {where} weights move differently ({movement:.1f} dB, {a.steps} steps)"
         return _not_passed(why, movement)
-    why = f"every gradient is at least {worst:.1f} dB above its error against float64, over {batches} batches"
-    return ExactnessCheck(True, worst, why)
+    return ExactnessCheck(True, worst, f"every gradient is at least {error}, over {batches} batches")
 
 
 def _judge_changes_training(a: EquivalenceRun, b: EquivalenceRun) -> ExactnessCheck:

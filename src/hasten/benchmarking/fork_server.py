@@ -118,26 +118,23 @@ class Worker:
         timeout = self.timeout if timeout is None else timeout
         deadline = self.deadline if deadline is None else deadline
         try:
-            seconds_to_wait(timeout, deadline)  # starts nothing after the deadline
+            seconds = seconds_to_wait(timeout, deadline)  # starts nothing after the deadline
             self.send(method, arguments)
-            return self._result(timeout, deadline, on_progress)
+            while True:
+                with self._explain_death():
+                    has_message = self.connection.poll(seconds)
+                if not has_message:
+                    seconds_to_wait(timeout, deadline)
+                    self.kill()
+                    raise timeout_error(timeout)
+                kind, content = self.recv()
+                if kind == "result":
+                    return content
+                forward_message(kind, content, on_progress)
+                seconds = seconds_to_wait(timeout, deadline)
         except DeadlineError:
             self.kill()
             raise
-
-    def _result(self, timeout: float | None, deadline: float | None, on_progress: ProgressCallback) -> Any:
-        while True:
-            seconds = seconds_to_wait(timeout, deadline)
-            with self._explain_death():
-                has_message = self.connection.poll(seconds)
-            if not has_message:
-                seconds_to_wait(timeout, deadline)
-                self.kill()
-                raise timeout_error(timeout)
-            kind, content = self.recv()
-            if kind == "result":
-                return content
-            forward_message(kind, content, on_progress)
 
     def send(self, method: str, arguments: dict[str, Any]) -> None:
         """Resumes the process and starts a method there, without waiting for its result."""
@@ -156,7 +153,7 @@ class Worker:
         try:
             yield
         except (EOFError, ConnectionError):
-            raise exit_error(self.server.exit_code(self.pid)) from None
+            raise _exit_error(self.server.exit_code(self.pid)) from None
 
     def suspend(self) -> None:
         """Stops the process and its children, such as loader workers, until ``resume`` or the next ``send``."""
@@ -216,10 +213,6 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-    def is_usable(self) -> bool:
-        """Whether the server still runs."""
-        return self.process.poll() is None
 
     def fork(self, connection: socket.socket, environment: Mapping[str, str], timeout: float | None = None) -> int:
         """Forks a worker that answers calls on ``connection``. Returns its process ID, which is also its group's.
@@ -286,7 +279,7 @@ _shown_warnings: set[str] = set()  # texts without their numbers; workers do not
 def clean_server() -> ForkServer:
     """The fork server of this process; started at the first call."""
     server = _servers.get(os.getpid())
-    if server is None or not server.is_usable():
+    if server is None or server.process.poll() is not None:
         server = _servers[os.getpid()] = ForkServer()
     return server
 
@@ -358,7 +351,7 @@ def timeout_error(seconds: float | None) -> RunError:
     return RunError(f"took longer than {seconds or 0:.0f} s and was ended")
 
 
-def exit_error(code: int | None) -> RunError:
+def _exit_error(code: int | None) -> RunError:
     """The error for a worker that ended with an exit code (-N: by signal N) instead of a result."""
     if code == -signal.SIGKILL:
         return MemoryExhaustedError("the process was killed, probably because memory ran out")

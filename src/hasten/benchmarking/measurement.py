@@ -132,7 +132,8 @@ class Measurement:
             self._time_sequentially(pair)
         else:
             self._time_blocks(pair)
-            if not (self.is_single or self.out_of_budget) and self.rounds == 1 and not self._fits_another(setup):
+            can_extend = not (self.is_single or self.out_of_budget) and self.rounds == 1
+            if can_extend and self._left() < self._shortest_round(setup):
                 self._extend_first_round(pair)
         for arm, peaks in zip(self.arms, pair.peak_memory(), strict=True):
             arm.note_peak_memory(peaks)
@@ -289,16 +290,12 @@ class Measurement:
         self.last_round = min(self.max_rounds, 1 + max(0, int(further)))
         self.look_count = 1 + sum(rounds < self.last_round for rounds in ROUND_LOOKS)  # the last is at the end
 
-    def _fits_another(self, setup: float) -> bool:
-        """Whether the budget allows another round."""
-        return self._left() >= self._shortest_round(setup)
-
     def _shortest_round(self, setup: float) -> float:
         return setup + MIN_PAIRS * self.pair_seconds
 
     def _decide(self, setup: float) -> None:
         """After a round: is it the last one?"""
-        if self.rounds >= self.max_rounds or self.is_single or not self._fits_another(setup):
+        if self.rounds >= self.max_rounds or self.is_single or self._left() < self._shortest_round(setup):
             self.is_over = True
             self.out_of_budget |= self.rounds < self.max_rounds
             self._judge()

@@ -70,7 +70,7 @@ def blame(index: int) -> Iterator[None]:
 
 
 @contextmanager
-def build_pair(builder: ArmBuilder, order: tuple[int, int], timeout: float) -> "Iterator[Pair]":
+def build_pair(builder: ArmBuilder, order: tuple[int, int]) -> "Iterator[Pair]":
     """Context manager: builds both arms, in the given order; their processes end with the block.
 
     Raises:
@@ -87,7 +87,7 @@ def build_pair(builder: ArmBuilder, order: tuple[int, int], timeout: float) -> "
             arms, plans = zip(built[0], built[1], strict=True)
             if not fit_together(*(plan["peak_memory"] for plan in plans)):
                 raise ArmsDoNotFitError
-            yield Pair(arms, plans, timeout, builder.seconds)
+            yield Pair(arms, plans, builder.timeout, builder.seconds)
         except MemoryExhaustedError:
             raise ArmsDoNotFitError from None
 
@@ -135,20 +135,18 @@ class Pair:
 
     def peak_memory(self) -> list[list[MemoryPeak]]:
         """The peak memory of arm 0 and of arm 1, of each rank."""
-        return [self._peak_memory(index) for index in self.arms]
-
-    def _peak_memory(self, index: int) -> list[MemoryPeak]:
-        peaks = self.arms[index].call("peak_memory", timeout=self.timeout)
-        self.arms[index].suspend()
-        return peaks
+        return [self._call(index, "peak_memory") for index in self.arms]
 
     def time_evaluations(self, order: tuple[int, int]) -> list[float]:
         """Seconds of an evaluation of arm 0 and of arm 1."""
-        seconds = [0.0, 0.0]
-        for index in order:
-            seconds[index] = self.arms[index].call("evaluate", timeout=self.timeout)
-            self.arms[index].suspend()
-        return seconds
+        seconds = {index: self._call(index, "evaluate") for index in order}
+        return [seconds[0], seconds[1]]
+
+    def _call(self, index: int, method: str, seconds: float = 0.0, **arguments: Any) -> Any:
+        """Calls a method of an arm and suspends it. The timeout limits its silence beyond ``seconds`` of work."""
+        result = self.arms[index].call(method, timeout=self.timeout + seconds, **arguments)
+        self.arms[index].suspend()
+        return result
 
     def _steps_to(self, index: int, position: float) -> int:
         """Steps from the position of an arm to another, a multiple of its synchronization period."""
@@ -157,11 +155,8 @@ class Pair:
         return plan["sync_period"] * round(periods)
 
     def _train(self, index: int, steps: int) -> dict[str, float]:
-        """Trains an arm for ``steps`` steps. The timeout limits its silence; the time of the steps is added to it."""
-        expected = 2 * steps * self.plans[index]["step"]
         with blame(index):
-            block = self.arms[index].call("train", count=steps, timeout=self.timeout + expected)
-        self.arms[index].suspend()
+            block = self._call(index, "train", seconds=2 * steps * self.plans[index]["step"], count=steps)
         self.positions[index] = block["position"]
         return block
 
@@ -189,18 +184,11 @@ class SequentialPair(Pair):
     blocks of arm ``order[0]`` come first.
     """
 
-    def __init__(
-        self,
-        stack: ExitStack,
-        builder: ArmBuilder,
-        plans: Sequence[dict[str, Any]],
-        order: tuple[int, int],
-        timeout: float,
-    ):
+    def __init__(self, stack: ExitStack, builder: ArmBuilder, plans: Sequence[dict[str, Any]], order: tuple[int, int]):
         self.stack, self.builder, self.order, self.start = stack, builder, order, 0.0
         self.built: int | None = None  # which arm is there
         self.peaks: list[list[MemoryPeak]] = [[], []]
-        super().__init__([], list(plans) or [{"samples": 0}, {"samples": 0}], timeout)
+        super().__init__([], list(plans) or [{"samples": 0}, {"samples": 0}], builder.timeout)
         if not plans:
             try:
                 for index in reversed(order):
@@ -224,7 +212,7 @@ class SequentialPair(Pair):
             for number in range(pairs):
                 end = self.start + (number + 1) * samples
                 blocks[index].append(self._time_block(index, max(1, self._steps_to(index, end))))
-            self.peaks[index] = self._peak_memory(index)
+            self.peaks[index] = self._call(index, "peak_memory")
         return blocks
 
     def peak_memory(self) -> list[list[MemoryPeak]]:

@@ -77,22 +77,20 @@ class Control:
 
 def run_control(case: EquivalenceCase, first: EquivalenceRun) -> Control:
     """Runs both arms of a check again, for as many steps as the ``first`` run of the base. All ranks must call it."""
-    fingerprints: list[list[str]] = []
-    runs: list[EquivalenceRun] = []
-    for recipe in (case.base, case.candidate):
-        observer = FingerprintBatches()
-        runs.append(run_arm(case, recipe, (observer,), first.steps))
-        fingerprints.append(observer.fingerprints)
+    observers = FingerprintBatches(), FingerprintBatches()
+    again = run_arm(case, case.base, (observers[0],), first.steps)
+    run_arm(case, case.candidate, (observers[1],), first.steps)
+    fingerprints = [observer.fingerprints for observer in observers]
     added = [make_method(name, case.candidate.methods[name]) for name in case.added]
     data_only = all(set(hooks_of(method)) <= {"data"} for method in added)
     count = min(map(len, fingerprints))
     base, candidate = (run[:count] for run in fingerprints)
-    differs = any(not torch.equal(first.weights[name], runs[0].weights[name]) for name in first.weights)
+    differs = any(not torch.equal(first.weights[name], again.weights[name]) for name in first.weights)
     blame = None
     if case.ranks.any(differs):
         blame = find_nondeterministic_op(partial(case.program, _watchable(case.base)))
     batches_differ = case.ranks.any(count < first.steps or base != candidate)
-    return Control(runs[0], not batches_differ, data_only, blame)
+    return Control(again, not batches_differ, data_only, blame)
 
 
 def _watchable(recipe: Recipe) -> Recipe:
@@ -142,12 +140,11 @@ class _CallRecorder(TorchDispatchMode):
 
 
 def _checksums(tree: Any) -> list[int]:
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return [_checksum(tensor) for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """Sum of the elements' bits as integers, computed on the tensor's device."""
-    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    bits = values.detach().contiguous().reshape(-1).view(INTEGERS[values.element_size()])
-    return int(bits.sum(dtype=torch.int64))
+    """Of each tensor the sum of the elements' bits as integers, computed on the tensor's device."""
+    sums: list[int] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
+            values = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+            bits = values.detach().contiguous().reshape(-1).view(INTEGERS[values.element_size()])
+            sums.append(int(bits.sum(dtype=torch.int64)))
+    return sums

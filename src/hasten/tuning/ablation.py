@@ -11,7 +11,7 @@ from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import surest
-from hasten.tuning.study import Study, exactness_of
+from hasten.tuning.study import Study, changes_training, exactness_of
 from hasten.tuning.systems import LONGER, MIN_GAIN, PROMISING_GAIN, Incumbents, whole_run_ratio
 from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import FEWER_SAMPLES, Baseline, seconds_of
@@ -25,13 +25,8 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
     The member of least contribution leaves first, and the others are measured again. A member stays if the recipe is
     surely faster with it, or ends better by the margin. Without a ``baseline``, where all members keep the numbers and
     the recipe is known to be faster as a whole, it is enough that the recipe is probably faster with it: what it saves
-    may be less than one comparison can prove.
-
-    Args:
-        study: what measures.
-        incumbents: the recipe without the member becomes the best one.
-        samples: those that a recipe trains which needs as many as the task; of others, runs show how many.
-        baseline: seeds and margin for members that change the training; needed if there are any.
+    may be less than one comparison can prove. ``samples`` are those that a recipe trains which needs as many as the
+    task; of others, runs show how many.
     """
     found: list[dict] = []
     while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best, samples, baseline)):
@@ -77,7 +72,7 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
         counts, equal_samples = _samples_on_seeds(study, recipe, without, baseline.seeds if baseline else [study.seed])
         if not counts.tuned:
             return None
-    elif any(exactness_of(member) is Exactness.CHANGES_TRAINING for member in recipe.methods):
+    elif changes_training(recipe):
         samples = study.run(recipe, study.seed).get("samples_to_target") or samples
     outcome = study.compare_speed(without, recipe)
     if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN:

@@ -14,7 +14,8 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, make_methods, method_class
 from hasten.profiling.advise import amdahl
-from hasten.tuning.systems import EXACT, Candidate, candidate
+from hasten.tuning.study import EXACT
+from hasten.tuning.systems import Candidate, candidate
 from hasten.tuning.varied_arguments import sets_arguments, with_varied
 
 COMMUNICATION_BOUND = 1.5  # from this speed-up on, methods that reduce communication are tried first

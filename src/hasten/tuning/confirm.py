@@ -21,8 +21,8 @@ from hasten.tuning import gate
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import SURELY_FASTER, surest
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
-from hasten.tuning.study import Study, exactness_of
-from hasten.tuning.systems import EXACT, ROUNDS, loosest_exactness
+from hasten.tuning.study import EXACT, Study, exactness_of
+from hasten.tuning.systems import ROUNDS, loosest_exactness
 from hasten.tuning.time_to_target import Counts, mean_ratio, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import SEED_STEP, Baseline
 
@@ -75,6 +75,11 @@ class Confirmation:
         """Whether the recipe passed the quality gate and is surely faster."""
         return self.gate.passed and self.gain is not None and self.gain.low > SURELY_FASTER
 
+    def beats(self, other: "Confirmation") -> bool:
+        """Whether this recipe passed and is faster than the other, which passed."""
+        gains = self.gain, other.gain
+        return self.passed and gains[0] is not None and gains[1] is not None and gains[0].median > gains[1].median
+
     def finish(self, why: str) -> None:
         self.over, self.why = True, why
 
@@ -89,16 +94,9 @@ def confirm(
 ) -> list[Confirmation]:
     """The attempts to confirm ``recipes``, each faster than the one before it: the winner first, if any recipe passes.
 
-    Every attempt is noted.
-
-    Args:
-        study: What measures.
-        recipes: Those to confirm.
-        baseline: The original's runs so far.
-        seconds: Budget of each comparison of speed.
-        tested: The recipes that the search has tried to confirm before, as often as it has. They make the gate
-            stricter.
-        after_look: Called with all attempts after each look.
+    Every attempt is noted. ``seconds`` is the budget of each comparison of speed. ``tested`` are the recipes that the
+    search has tried to confirm before, as often as it has: they make the gate stricter. ``after_look`` is called with
+    all attempts after each look.
     """
     no_seed, looks = gate.not_passed("no seed was run", baseline.margin), _affordable_looks(study, baseline, seconds)
     attempts, known = [], list(dict.fromkeys(map(str, tested)))
@@ -283,14 +281,11 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
         return _never_reached(seed, attempt.tuned_runs[seed], baseline)
     is_bit_exact = not _quality_risks(attempt.recipe) and loosest_exactness(attempt.recipe) is Exactness.BIT_EXACT
     is_bit_exact = is_bit_exact and check.get("reproducible", True)
-    tuned, original = _metrics(attempt.tuned_runs[seed]), _metrics(attempt.baseline_runs[seed])
+    arms = (runs[seed]["evaluations"] for runs in (attempt.tuned_runs, attempt.baseline_runs))
+    tuned, original = ([evaluation["metric"] for evaluation in evaluations] for evaluations in arms)
     if is_bit_exact and study.device == "cpu" and tuned != original:  # on a GPU not even two original runs are equal
         return f"seed {seed} is not the original's run, though every member claims the same bits"
     return None
-
-
-def _metrics(run: dict) -> list[float]:
-    return [evaluation["metric"] for evaluation in run["evaluations"]]
 
 
 def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
@@ -339,7 +334,8 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     seed across the target one evaluation earlier or later; both are then read at the original's evaluation.
     """
     paired = loosest_exactness(attempt.recipe) in EXACT  # they train the same samples, checked or not
-    ends = _pairs_at_target(attempt, same_steps) if paired else _runs_at_target(attempt)
+    arms = list(attempt.baseline_runs.values()), list(attempt.tuned_runs.values())
+    ends = _pairs_at_target(attempt, same_steps) if paired else _at_target(*arms)
     counts = attempt.counts = Counts(_counts(ends[0], paired), _counts(ends[1], paired), paired)
     blocks, attempt.seconds["baseline"], attempt.seconds["tuned"] = time_to_target(attempt.comparison, counts)
     measured = _measured(ends, counts)
@@ -368,10 +364,6 @@ def _pairs_at_target(attempt: Confirmation, same_steps: bool) -> Ends:
         ends[0].append(before)
         ends[1].append(after)
     return ends
-
-
-def _runs_at_target(attempt: Confirmation) -> Ends:
-    return _at_target(list(attempt.baseline_runs.values()), list(attempt.tuned_runs.values()))
 
 
 def _at_target(original: list[dict], tuned: list[dict]) -> Ends:

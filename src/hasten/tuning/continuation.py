@@ -1,18 +1,16 @@
 """A search that continues (``--budget +10m``) first finishes what the earlier one left unproven."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hasten.benchmarking.ratio import Ratio
-from hasten.core.card import Exactness
 from hasten.core.errors import RunError
 from hasten.core.recipe import Recipe
 from hasten.reporting.view_model import gain_of
 from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding
 from hasten.tuning.result import SearchState
-from hasten.tuning.study import Study
-from hasten.tuning.systems import confirm_speed, loosest_exactness
-from hasten.tuning.systems_stage import samples_of
+from hasten.tuning.study import Study, changes_training
+from hasten.tuning.systems import confirm_speed
 from hasten.tuning.training_stage import prove
 
 OF_WINNER = (  # keys of the result that only a confirmation sets
@@ -45,15 +43,7 @@ def keep_measured(result: Any, earlier: Mapping[str, Any]) -> None:
         result |= {key: earlier[key] for key in OF_WINNER if key in earlier}
 
 
-def finish_earlier(
-    study: Study,
-    state: SearchState,
-    plan: dict[str, Any],
-    margin: float | None,
-    earlier: Mapping[str, Any],
-    has_training_stage: bool,
-    save: Callable[[], Any],
-) -> None:
+def finish_earlier(study: Study, state: SearchState, earlier: Mapping[str, Any], has_training_stage: bool) -> None:
     """Confirms the recipes that the ``earlier`` result lists as estimated, the slowest first.
 
     Recipes that keep the training need a comparison only; the others are trained on the next seeds, as far as whole
@@ -63,26 +53,19 @@ def finish_earlier(
     rows.sort(key=lambda row: gain_of(row)["median"] or 0.0)
     recipes = [Recipe(row["recipe"]) for row in rows]
     with study.budget.part(1.0):
-        systems = [recipe for recipe in recipes if not _changes_training(recipe)]
-        found = confirm_speed(study, systems, samples_of(plan), state.comparison_seconds) if systems else None
+        systems = [recipe for recipe in recipes if not changes_training(recipe)]
+        found = confirm_speed(study, systems, state.samples, state.comparison_seconds) if systems else None
         state.findings += [found] if found else []
-    refuted = {trial["what"] for trial in study.trials if trial["stage"] == "confirmation" and not _has_passed(trial)}
+    confirmations = [trial for trial in study.trials if trial["stage"] == "confirmation"]
+    refuted = {trial["what"] for trial in confirmations if trial["verdict"] != "passed"}
     state.findings = [one for one in state.findings if one.evidence != ESTIMATED or str(one.recipe) not in refuted]
-    others = [recipe for recipe in recipes if _changes_training(recipe)]
+    others = [recipe for recipe in recipes if changes_training(recipe)]
     if not others or not has_training_stage or state.run_seconds is None:
         return
     if 2 * state.run_seconds > study.budget.wall:
         return study.note(str(others[-1]), "confirmation", "not tried", "no whole training fits into what was added")
     try:
         with study.budget.part(1.0):
-            prove(study, state, margin, others, save)
+            prove(study, state, others)
     except RunError as error:  # the task's own training failed; exact recipes need none
         study.note(str(others[-1]), "confirmation", "failed", str(error))
-
-
-def _has_passed(trial: Mapping[str, Any]) -> bool:
-    return trial["verdict"] == "passed"
-
-
-def _changes_training(recipe: Recipe) -> bool:
-    return loosest_exactness(recipe) is Exactness.CHANGES_TRAINING

@@ -9,38 +9,36 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hasten.core.card import FACTS, Exactness
+from hasten.core.card import FACTS
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, method_class
+from hasten.tuning.study import EXACT, exactness_of
 
 TABLE = Path(__file__).with_name("experience.toml")
 LARGE_SHARE = 0.15  # of the time of a step, from which a phase counts as large
 LARGE_PHASES = {"input": "large_input_share", "optimizer_step": "large_optimizer_share"}  # the latter: short steps
 COMPARED = ("cpu", "cuda", DISTRIBUTED, "convolutions", "repeated_blocks", "indexed_samples", *LARGE_PHASES.values())
-EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
 
 
 def compositions(facts: Iterable[str], phases: Mapping[str, float], device: str) -> list[Recipe]:
     """Recipes that made similar tasks faster, most similar task first; between equally similar ones the faster first.
 
-    Args:
-        facts: those that hold for the task (keys of ``hasten.core.card.FACTS``).
-        phases: phase -> share of the step (0 to 1), as ``diagnose`` measures it; may be empty.
-        device: "cpu", "cuda" or "cuda:1".
-
-    Returns:
-        Recipes of methods that apply to the task, none twice. ``exact_part`` is what of one keeps the numbers.
+    Only recipes of methods that apply to the task, none twice. ``facts`` are keys of ``hasten.core.card.FACTS``,
+    ``phases`` maps a phase to its share of the step (0 to 1), as ``diagnose`` measures it, and may be empty.
     """
     holds = frozenset(facts) | {device.partition(":")[0]}
     words = compared_words(holds, phases)
     rows = [row for row in _rows() if (DISTRIBUTED in row["facts"]) == (DISTRIBUTED in words)]
     rows.sort(key=lambda row: (len(words ^ frozenset(row["facts"])), -row["speedup"]))
-    recipes: list[Recipe] = []
-    for row in rows:
-        recipe = _applicable(Recipe.parse(row["recipe"]), holds)
-        if recipe and recipe not in recipes:
-            recipes.append(recipe)
-    return recipes
+    return distinct(_applicable(Recipe.parse(row["recipe"]), holds) for row in rows)
+
+
+def distinct(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """The recipes that have methods, none twice."""
+    found: list[Recipe] = []
+    for recipe in recipes:
+        found += [recipe] if recipe and recipe not in found else []
+    return found
 
 
 def gpu_compositions(facts: Iterable[str]) -> list[Recipe]:
@@ -53,8 +51,8 @@ def gpu_compositions(facts: Iterable[str]) -> list[Recipe]:
     cards = cards_that_state("on_gpu") if "cuda" in facts else {}
     together = {name: card for name, card in cards.items() if card.on_gpu.get("composition")}
     eager = {name: card for name, card in together.items() if "python_between_kernels" not in card.invalidates}
-    applicable = (_applicable(Recipe({name: {} for name in chosen}), frozenset(facts)) for chosen in (together, eager))
-    return [recipe for recipe in applicable if recipe]
+    recipes = (_applicable(Recipe({name: {} for name in chosen}), frozenset(facts)) for chosen in (together, eager))
+    return [recipe for recipe in recipes if recipe]
 
 
 def is_exact(recipe: Recipe) -> bool:
@@ -64,7 +62,7 @@ def is_exact(recipe: Recipe) -> bool:
 
 def exact_part(recipe: Recipe) -> Recipe:
     """The recipe without the methods that change the numbers more than by rounding."""
-    return recipe.drop(*(name for name in recipe.methods if method_class(name).card.exactness not in EXACT))
+    return recipe.drop(*(name for name in recipe.methods if exactness_of(name) not in EXACT))
 
 
 def compared_words(facts: Iterable[str], phases: Mapping[str, float]) -> frozenset[str]:

@@ -45,11 +45,9 @@ class Space:
 
     items: list[Candidate]
 
-    def axes(self) -> Iterator[tuple[tuple[str, str], SearchRange]]:
-        """((method, option), range) of every option that is searched, but for the length."""
-        for key, one in self._ranges():
-            if not one.is_length:
-                yield key, one
+    def axes(self) -> list[tuple[str, str]]:
+        """(method, option) of every option that is searched, but for the length."""
+        return [key for key, one in self._ranges() if not one.is_length]
 
     @property
     def length(self) -> tuple[tuple[str, str], SearchRange] | None:
@@ -58,7 +56,7 @@ class Space:
 
     def sample(self, count: int, seed: int) -> list[Point]:
         """Scrambled Sobol points, the middle of the space first."""
-        keys = [key for key, _ in self.axes()]
+        keys = self.axes()
         if not keys:
             return [{}]
         drawn = torch.quasirandom.SobolEngine(len(keys), scramble=True, seed=seed).draw(count - 1).tolist()
@@ -97,16 +95,14 @@ class _Trial:
     length: float
     outcome: Outcome
 
-    def score_of(self, baseline: Baseline) -> float:
-        """``score`` with what the task's own training gained by a doubling of its samples at this length."""
-        whole, sign = baseline.runs[0], 1 if baseline.higher_is_better else -1
-        return self.score(sign, _gain_per_doubling(whole["evaluations"], self.length * whole["samples"], sign))
-
-    def score(self, sign: int, gain: float) -> float:
-        """The final metric, less what ``gain`` per doubling of the time says that a slower one owes to its time."""
-        run = self.outcome.runs[0]
+    def score(self, baseline: Baseline) -> float:
+        """The final metric, less what a slower training owes to its time: for each doubling of the time, what the
+        task's own training gained by a doubling of its samples at this length.
+        """
+        run, whole, sign = self.outcome.runs[0], baseline.runs[0], 1 if baseline.higher_is_better else -1
         if not math.isfinite(run.get("metric") or math.nan):
             return -math.inf
+        gain = _gain_per_doubling(whole["evaluations"], self.length * whole["samples"], sign)
         return sign * run["metric"] - gain * math.log2(max(run["seconds"], 1e-9))
 
 
@@ -133,7 +129,7 @@ def search_jointly(
     with suppress(OutOfBudgetError):
         for trial in _halve(study, base, space, space.length[1], baseline, best):
             won.append(trial)
-    won.sort(key=lambda trial: trial.score_of(baseline), reverse=True)  # all are of one length
+    won.sort(key=lambda trial: trial.score(baseline), reverse=True)  # all are of one length
     for trial in reversed(won):  # slower and safer ones first: the confirmation falls back on them
         incumbents.push(trial.recipe)
     return won[0].outcome.after(best) if won else best
@@ -169,7 +165,7 @@ def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseli
 
 def _is_effective(study: Study, base: Recipe, space: Space, length: float) -> bool:
     """Whether the methods do on this task what their cards promise; notes it if not."""
-    recipe = space.add_to(base, dict.fromkeys((key for key, _ in space.axes()), 0.5), length)
+    recipe = space.add_to(base, dict.fromkeys(space.axes(), 0.5), length)
     if isinstance(recipe, str):
         study.note(", ".join(item.name for item in space.items), "training", "not tried", recipe)
         return False
@@ -183,7 +179,7 @@ def _halve(
     study: Study, base: Recipe, space: Space, lengths: SearchRange, baseline: Baseline, best: Outcome
 ) -> Iterator[_Trial]:
     """Yields the trials that win, all of the first length at which any does. Those of the best so far are not tried."""
-    whole = baseline.runs[0]
+    whole, unchanged = baseline.runs[0], base.methods.keys() - {item.name for item in space.items}
     affordable = FIRST_LENGTH_SHARE * study.budget.left() / max(lengths.low * whole["trial_seconds"], 1.0)
     points = space.sample(min(POINTS[1], max(POINTS[0], int(affordable))), study.seed)
     # a training that is hardly shorter than the best one is hardly faster
@@ -191,37 +187,23 @@ def _halve(
     while points and length <= end:
         trials = []
         for point in points:
-            trial = _train(study, base, space, point, length, baseline, best, seen)
-            trials += [trial] if trial else []
-            if trial and trial.outcome.verdict == "kept":
-                yield trial
-        trials.sort(key=lambda trial: trial.score_of(baseline), reverse=True)
+            recipe = space.add_to(base, point, length)
+            if isinstance(recipe, str):
+                study.note(recipe, "training", "not tried", recipe)
+                continue
+            outcome = run_seeds(study, recipe, best, baseline, seen)
+            note_outcome(study, str(recipe.drop(*unchanged)), outcome, best)
+            if "failed" not in outcome.runs[0]:
+                trials.append(_Trial(point, recipe, length, outcome))
+                if outcome.verdict == "kept":
+                    yield trials[-1]
+        trials.sort(key=lambda trial: trial.score(baseline), reverse=True)
         if not trials or length == end or any(trial.outcome.verdict == "kept" for trial in trials):
             return
         better = trials[: max(1, math.ceil(KEPT_SHARE * len(trials)))]
         points = [trial.point for trial in better]
         points += [_between(better[0].point, better[1].point)] if len(better) > 1 else []
         length = min(LONGER * length, end)
-
-
-def _train(
-    study: Study,
-    base: Recipe,
-    space: Space,
-    point: Point,
-    length: float,
-    baseline: Baseline,
-    best: Outcome,
-    seen: list,
-) -> _Trial | None:
-    """Trains a point at a length and notes it; None if it cannot be trained."""
-    recipe = space.add_to(base, point, length)
-    text = str(recipe if isinstance(recipe, str) else recipe.drop(*(set(base.methods) - {i.name for i in space.items})))
-    if isinstance(recipe, str):
-        return study.note(text, "training", "not tried", recipe)
-    outcome = run_seeds(study, recipe, best, baseline, seen)
-    note_outcome(study, text, outcome, best)
-    return None if "failed" in outcome.runs[0] else _Trial(point, recipe, length, outcome)
 
 
 def _gain_per_doubling(evaluations: list[dict], samples: float, sign: int) -> float:

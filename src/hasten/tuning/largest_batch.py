@@ -12,6 +12,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.memory import MemoryPeak, largest_batch
 from hasten.engine.registry import cards_that_state
+from hasten.tuning.experience import distinct
 from hasten.tuning.study import Study
 from hasten.tuning.systems import Candidate, merge
 from hasten.utils.search_range import SearchRange
@@ -59,10 +60,8 @@ def memory_savers(facts: frozenset[str]) -> Recipe:
 def fitting_factor(batch_size: int, peaks: Sequence[MemoryPeak], samples: float) -> int:
     """The largest power of two by which the batch can be multiplied: it fits into memory, and the data fill it.
 
-    Args:
-        batch_size: Of the run whose memory was measured.
-        peaks: Its peaks, of each rank; on the CPU, where nothing is known, the factor is 1.
-        samples: Samples of an epoch; infinite if unknown.
+    ``batch_size`` and ``peaks`` (of each rank) are those of the run that was measured; on the CPU, where nothing is
+    known, the factor is 1. ``samples`` are those of an epoch; infinite if unknown.
     """
     largest = min(largest_batch(batch_size, peaks) or batch_size, samples)
     return 2 ** int(math.log2(max(1.0, largest / batch_size)))
@@ -75,14 +74,6 @@ def larger_batch_recipes(larger: Candidate, savers: Recipe, without: int, with_s
     """
     if with_savers <= without:
         return []
-    recipes: list[Recipe] = []
-    for preset in larger.presets:
-        recipe = savers.with_method(larger.name, **{**preset, _factor_option(larger): with_savers})
-        recipes += [recipe] if recipe not in recipes else []
-    return recipes
-
-
-def _factor_option(larger: Candidate) -> str:
-    """The option of a method for larger batches that multiplies the batch."""
     ranges = larger.card.search_space.items()
-    return next(name for name, value in ranges if isinstance(value, SearchRange) and value.powers_of_two)
+    factor = next(name for name, value in ranges if isinstance(value, SearchRange) and value.powers_of_two)
+    return distinct(savers.with_method(larger.name, **{**preset, factor: with_savers}) for preset in larger.presets)

@@ -13,14 +13,9 @@ Curve = Sequence[tuple[float, float]]  # (seconds since the start, metric), by s
 
 
 def is_behind(curve: Curve, seconds: float, metrics: Sequence[float], limit: float, sign: int) -> bool:
-    """Whether a training with these ``metrics`` after ``seconds`` is behind the curve.
+    """Whether a training with these ``metrics`` after ``seconds`` is behind the curve; never behind an empty one.
 
-    Args:
-        curve: of the best recipe; empty: never behind.
-        seconds: since the start of the training.
-        metrics: at all its evaluations so far.
-        limit: seconds after which it has lost in any case.
-        sign: 1 if a higher metric is better, -1 if a lower one.
+    After ``limit`` seconds it has lost in any case. ``sign`` is 1 if a higher metric is better, -1 if a lower one.
     """
     if seconds < FIRST_SHARE * limit or not metrics:
         return False

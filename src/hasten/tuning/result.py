@@ -1,24 +1,22 @@
 """The result of a search, which ``tune`` returns and writes to result.json: verdict, evidence, cost."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from hasten.benchmarking.ratio import Ratio
-from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.engine.environment import machine_and_versions
-from hasten.engine.memory import MemoryPeak
 from hasten.engine.registry import drop_distributed
 from hasten.engine.run_dir import atomic_write
 from hasten.reporting.result_schema import Curve, OfferedMethod, Point, TuneResult
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import Confirmation
 from hasten.tuning.finding import DEFAULT_LEVEL, SURELY_FASTER, Finding, frontier, frontier_rows, recommended
-from hasten.tuning.study import Study, exactness_of, is_in
+from hasten.tuning.study import Study, changes_training, is_in
 from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import Baseline
 from hasten.tuning.trial_store import FREE_THE_DISK
@@ -28,8 +26,10 @@ from hasten.tuning.trial_store import FREE_THE_DISK
 class SearchState:
     """What a search has found so far, for result.json."""
 
-    peak_memory: list[MemoryPeak] = field(default_factory=list)  # of the task as it is, of each rank
     run_seconds: float | None = None  # of the whole training as it is; None if its length is unknown
+    plan: dict[str, Any] = field(default_factory=dict)  # of the task as it is, see ``Arm.build``
+    margin: float | None = None  # as the user gave it
+    save: Callable[[], Any] = lambda: None  # writes result.json
     level: str = DEFAULT_LEVEL  # weakest evidence of a recipe to recommend
     findings: list[Finding] = field(default_factory=list)
     strong_finding: Finding | None = None
@@ -51,6 +51,12 @@ class SearchState:
     tested: list[Recipe] = field(default_factory=list)  # as often as a confirmation with whole trainings looked at it
 
     @property
+    def samples(self) -> float:
+        """Samples that the whole training trains; infinite if unknown."""
+        of_epoch = self.plan["samples_per_epoch"]
+        return of_epoch * self.plan["epochs"] if of_epoch else float("inf")
+
+    @property
     def chosen(self) -> Finding | None:
         """The finding to recommend; None if there is none with enough evidence."""
         return recommended(self.findings, self.level)
@@ -62,10 +68,7 @@ class SearchState:
 
     def keep_faster(self, other: Confirmation | None) -> None:
         """Keeps the faster of two confirmations that passed, this one or the ``other``."""
-        if other is None or not other.passed or other.gain is None:
-            return
-        mine = self.winner
-        if mine is None or mine.gain is None or mine.gain.median < other.gain.median:
+        if other is not None and other.passed and (self.winner is None or other.beats(self.winner)):
             self.confirmation = other
 
     @property
@@ -85,9 +88,8 @@ class SearchState:
         if self.winner is None or self.winner_in_one_process is None:
             return False
         recipe = self.winner.recipe
-        dropped = recipe.methods.keys() - drop_distributed(recipe).methods.keys()
-        changes_training = any(exactness_of(name) is Exactness.CHANGES_TRAINING for name in dropped)
-        return self.winner_in_one_process.low > SURELY_FASTER and not changes_training
+        dropped = recipe.drop(*drop_distributed(recipe).methods)
+        return self.winner_in_one_process.low > SURELY_FASTER and not changes_training(dropped)
 
 
 def result_of(
@@ -111,6 +113,11 @@ def result_of(
     comparison = chosen.comparison if chosen else confirmation.comparison if confirmation else {}
     seconds = _training_seconds(state, chosen, study.horizon)
     saved = seconds["baseline"] - seconds["tuned"] if seconds and seconds["tuned"] else 0.0
+    effects = (run.get("effects") for run in winner.tuned_runs.values()) if winner else ()
+    measured = chosen and chosen.comparison.get("peak_memory_bytes")
+    memory = {"baseline": state.plan.get("peak_memory", [])}
+    if measured:
+        memory = {"baseline": measured["a"], "tuned": measured["b"]}
     result: Any = {
         "kind": "tune",
         "task": str(study.task),
@@ -121,7 +128,7 @@ def result_of(
         "evidence": chosen.evidence if chosen else "",
         "frontier": frontier_rows(frontier(findings), chosen, state.strong_finding),
         "training_seconds": seconds,
-        "training_measured": winner.uses_measured if winner else _is_baseline_measured(state, chosen, study.horizon),
+        "training_measured": winner.uses_measured if winner else not chosen and bool(baseline) and study.horizon >= 1,
         "price_per_hour": price_per_hour,
         "money": _money(seconds, price_per_hour),
         "is_partial": is_partial,
@@ -139,10 +146,10 @@ def result_of(
         **_runs(baseline, confirmation),
         "strong_baseline_recipe": state.strong_baseline.methods,
         "contributions": state.contributions if chosen and recipe == state.ablated else [],
-        "effects": _effects(winner) or (comparison.get("effects") or {}).get("b", {}),
+        "effects": next(filter(None, effects), None) or (comparison.get("effects") or {}).get("b", {}),
         "step_profile": state.step_profiles,
         "operations": state.operations,
-        "peak_memory_bytes": _peak_memory(state, chosen),
+        "peak_memory_bytes": memory,
         "confirmed_recipes": [recipe.methods for recipe in state.tested],
         "offered": [_offered(name, study.trials, recipe) for name in offered.methods],
         "trials": study.trials,
@@ -167,30 +174,16 @@ def _training_seconds(state: SearchState, chosen: Finding | None, horizon: float
     if state.run_seconds is None:
         return None
     before = median(run["seconds"] for run in state.baseline.runs) if state.baseline and horizon >= 1 else None
-    seconds: dict[str, float | None] = {
-        "baseline": before or state.run_seconds,
-        "tuned": None,
-        "low": None,
-        "high": None,
+    seconds = before or state.run_seconds
+    if not chosen:
+        return {"baseline": seconds, "tuned": None, "low": None, "high": None}
+    ratio = chosen.training_speedup or chosen.speedup
+    return {
+        "baseline": seconds,
+        "tuned": seconds / ratio.median,
+        "low": seconds / ratio.high,
+        "high": seconds / ratio.low,
     }
-    if chosen:
-        ratio = chosen.training_speedup or chosen.speedup
-        ends = {"tuned": ratio.median, "low": ratio.high, "high": ratio.low}
-        seconds |= {name: (before or state.run_seconds) / end for name, end in ends.items()}
-    return seconds
-
-
-def _is_baseline_measured(state: SearchState, chosen: Finding | None, horizon: float) -> bool:
-    """Whether the seconds of the training are those of whole runs, where no recipe is recommended."""
-    return chosen is None and bool(state.baseline) and horizon >= 1
-
-
-def _peak_memory(state: SearchState, chosen: Finding | None) -> dict[str, list[MemoryPeak]]:
-    """The peak memory of each rank, of the task as it is and with the chosen recipe."""
-    measured = chosen.comparison.get("peak_memory_bytes") if chosen else None
-    if measured:
-        return {"baseline": measured["a"], "tuned": measured["b"]}
-    return {"baseline": state.peak_memory}
 
 
 def _money(seconds: Any, price_per_hour: float | None) -> Any:
@@ -207,12 +200,6 @@ def _quality(state: SearchState, chosen: Finding | None, winner: Confirmation | 
         return state.confirmation.gate.to_json()
     metric, margin = (state.baseline.metric, state.baseline.margin) if state.baseline else (None, None)
     return {"baseline": metric, "tuned": None, "margin": margin, "passed": False}
-
-
-def _effects(winner: Confirmation | None) -> dict[str, str]:
-    """Method of the winner -> what shows that it acted, from one of its runs."""
-    runs = winner.tuned_runs.values() if winner else ()
-    return next((run["effects"] for run in runs if run.get("effects")), {})
 
 
 def _interval(ratio: Ratio | None) -> Any:
@@ -284,12 +271,12 @@ def _runs(baseline: Baseline | None, confirmation: Confirmation | None) -> Any:
 
 
 def _curves(runs: dict[int, dict]) -> list[Curve]:
-    keys, curves = ("seconds", "samples", "metric"), []
-    for seed, run in runs.items():
-        if "evaluations" in run:
-            points = [Point(**{key: row[key] for key in keys}) for row in run["evaluations"]]
-            curves.append(Curve(seed=seed, points=points))
-    return curves
+    rows = {seed: run["evaluations"] for seed, run in runs.items() if "evaluations" in run}
+    keys = "seconds", "samples", "metric"
+    return [
+        Curve(seed=seed, points=[Point(**{key: row[key] for key in keys}) for row in evaluations])
+        for seed, evaluations in rows.items()
+    ]
 
 
 def _offered(name: str, trials: list[dict], recipe: Recipe) -> OfferedMethod:

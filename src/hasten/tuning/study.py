@@ -26,6 +26,7 @@ from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.trial_store import TrialStore
 from hasten.utils.targets import first_sustained_target
 
+EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)  # classes that change the numbers by rounding at most
 SHORT_LOOKS = (6, 9, 14)  # pairs of blocks in a comparison of the search; the confirmation has more
 CHECK_SECONDS, CHECK_STEPS = 20.0, 3.6  # of an exactness check: steps where they are long, so that each arm does three
 ONE_ROUND = (1, 1)  # pairs of processes in a comparison of the search
@@ -65,6 +66,7 @@ class Study:
         key = (str(recipe), seed, self.horizon)
         outcome = self.complete.get(key)
         if outcome is None:
+            known = [run["trial_seconds"] for k, run in self.complete.items() if k[::2] == (str(recipe), self.horizon)]
             what: dict[str, Any] = {"recipe": recipe.methods, "seed": seed, "time_limit": time_limit}
             limits = {} if time_limit is None else {"target": self.target, "time_limit": time_limit}
             if race and limits:
@@ -77,13 +79,18 @@ class Study:
                 f"training {recipe}, seed {seed}",
                 lambda on_progress: self._in_worker(recipe, seed, "run", on_progress, **limits),
                 failure_lasts=bool(recipe),
-                expected=self._expected_seconds(recipe),
+                expected=min(known, default=0.0),
             )
         if "failed" in outcome:
             return outcome
         if not outcome["pruned"]:
             self.complete[key] = outcome
         return {**outcome, **self._time_to_target(outcome["evaluations"])}  # not stored: the target may be fixed later
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """Arguments of every measurement of steps: where and how the arms run, and until when."""
+        return {"device": self.device, "seed": self.seed, "timeout": self.timeout, "deadline": self.budget.deadline()}
 
     def refusal(self, recipe: Recipe) -> str:
         """Why a recipe cannot run where the task's loop is, such as in a script; "" if it can."""
@@ -92,11 +99,6 @@ class Study:
         except ConfigurationError as error:
             return str(error)
         return ""
-
-    def _expected_seconds(self, recipe: Recipe) -> float:
-        """Seconds that a run of a recipe took before; 0 if unknown."""
-        known = [run["trial_seconds"] for key, run in self.complete.items() if key[::2] == (str(recipe), self.horizon)]
-        return min(known, default=0.0)
 
     def compare_speed(
         self,
@@ -117,20 +119,13 @@ class Study:
         """
         processes = (self.processes, 1 if single_process else self.processes)
         longest = max(seconds, LONG_BLOCKS_SHARE * self.budget.total)
-        keeps_steps = self.start_step and not _changes_training(a, b)  # else b may be at another step there
+        keeps_steps = self.start_step and not changes_training(a, b)  # else b may be at another step there
         start_step = self.start_step if keeps_steps else 0
 
         def measure(on_progress: ProgressCallback) -> Any:
-            where = {"device": self.device, "processes": processes, "seed": self.seed, "timeout": self.timeout}
-            limits = {
-                "budget": seconds,
-                "looks": looks,
-                "rounds": rounds,
-                "longest": longest,
-                "start_step": start_step,
-                "deadline": self.budget.deadline(),
-            }
-            return run_interleaved(self.task, a, b, on_progress=on_progress, **limits, **where).to_json()
+            limits = {"budget": seconds, "looks": looks, "rounds": rounds, "longest": longest, "start_step": start_step}
+            how = {"processes": processes, "on_progress": on_progress, **self.where}
+            return run_interleaved(self.task, a, b, **limits, **how).to_json()
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
         what |= {"rounds": list(rounds)} if rounds != ONE_ROUND else {}
@@ -159,9 +154,8 @@ class Study:
         """Seconds of each phase per 1000 training samples; empty if they cannot be measured."""
 
         def measure(on_progress: ProgressCallback) -> dict:
-            where = {"device": self.device, "processes": self.processes, "timeout": self.timeout, "seed": self.seed}
-            limits = {"budget": PROFILE_SECONDS, "deadline": self.budget.deadline()}
-            profile = profile_steps(self.task, recipe, on_progress=on_progress, **limits, **where)
+            how = {"processes": self.processes, "budget": PROFILE_SECONDS, **self.where}
+            profile = profile_steps(self.task, recipe, on_progress=on_progress, **how)
             seconds = 1000 * (profile.sample + evaluation_seconds_per_sample(profile.plan, profile.evaluation))
             return {"phases": {phase: share * seconds for phase, share in profile.phases.items()}}
 
@@ -270,6 +264,6 @@ def exactness_of(name: str) -> Exactness:
     return make_method(name).card.exactness
 
 
-def _changes_training(*recipes: Recipe) -> bool:
-    names = {name for recipe in recipes for name in recipe.methods}
-    return any(exactness_of(name) is Exactness.CHANGES_TRAINING for name in names)
+def changes_training(*recipes: Recipe) -> bool:
+    """Whether any method of the recipes changes the training."""
+    return any(exactness_of(name) is Exactness.CHANGES_TRAINING for recipe in recipes for name in recipe.methods)

@@ -23,10 +23,10 @@ from hasten.engine.registry import make_methods, method_class, takes_any_option
 from hasten.tuning import finding
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import Finding
-from hasten.tuning.study import BASE_FAILED, Study, exactness_of
+from hasten.tuning.study import BASE_FAILED, EXACT, Study, exactness_of
 from hasten.utils.op_recorder import NOT_CHECKED
 
-EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)
+AS_FAST = Ratio(1.0, 1.0, 1.0)
 MIN_GAIN = 1.02  # a smaller gain in the time of the training is none
 PROMISING_GAIN, LONGER = 1.05, 3  # a comparison that is unsure with this median is repeated for so many times as long
 MAX_LOSSES = 2  # presets in a row that lost, after which a method is given up: they grow bolder
@@ -60,9 +60,7 @@ class Incumbents:
     """The best recipes so far, each faster than the one before it or as fast and better; the last is the best."""
 
     recipes: list[Recipe] = field(default_factory=lambda: [Recipe()])
-    speedup: Ratio = field(
-        default_factory=lambda: Ratio(1.0, 1.0, 1.0)
-    )  # of the best over the task as it is, as the search saw it
+    speedup: Ratio = AS_FAST  # of the best over the task as it is, as the search saw it
 
     @property
     def best(self) -> Recipe:
@@ -119,7 +117,12 @@ def search_systems(
             for options in item.presets:
                 if base.methods.get(item.name) == options:
                     continue  # part of a composition
-                accepted = _try_preset(study, base, item, options, samples, seconds)
+                text, recipe = str(Recipe({item.name: options})), add_or_replace(base, item.name, options)
+                if isinstance(recipe, str):
+                    accepted = study.note(text, _stage(item.card.exactness), "not tried", recipe)
+                else:
+                    how = item.card.exactness, item.offered
+                    accepted = _try_recipe(study, base, recipe, text, samples, seconds, *how)
                 if accepted and (best is None or accepted[1].median > best[1].median):
                     best, losses = accepted, 0
                 elif (losses := losses + 1) == MAX_LOSSES:
@@ -127,17 +130,6 @@ def search_systems(
         finally:  # also where the budget ends
             if best:
                 incumbents.push(*best)
-
-
-def _try_preset(
-    study: Study, base: Recipe, item: Candidate, options: dict, samples: float, seconds: float
-) -> tuple[Recipe, Ratio] | None:
-    """Tries one preset: (``base`` with it, speed-up) if it is accepted, else None; notes the trial."""
-    text = str(Recipe({item.name: options}))
-    recipe = add_or_replace(base, item.name, options)
-    if isinstance(recipe, str):
-        return study.note(text, _stage(item.card.exactness), "not tried", recipe)
-    return _try_recipe(study, base, recipe, text, samples, seconds, item.card.exactness, check_first=item.offered)
 
 
 def _try_recipe(

@@ -1,7 +1,7 @@
 """The first stage of a search: exact methods, then methods of lower precision, judged by steps alone."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from hasten.engine.registry import drop_distributed
 from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.candidates import Candidates, strong_baselines
-from hasten.tuning.experience import compositions, exact_part, gpu_compositions
+from hasten.tuning.experience import compositions, distinct, exact_part, gpu_compositions
 from hasten.tuning.finding import ESTIMATED, EXACT, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
@@ -52,13 +52,11 @@ PROCESS_START_S = 0.5
 SPARE = 1.3  # times what a first comparison would have taken, of the budget that is recommended
 
 
-def find_systems(
-    study: Study, state: SearchState, plan: dict[str, Any], is_followed: bool, save: Callable[[], Any]
-) -> None:
+def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
     """Finds the fastest recipe of exact methods, then with methods of lower precision; confirms both."""
-    budget, seconds, samples = study.budget, state.comparison_seconds, samples_of(plan)
+    budget, seconds, samples, plan = study.budget, state.comparison_seconds, state.samples, state.plan
     if budget.left() < SEARCH_COMPARISONS * comparison_seconds(plan):
-        return confirm_best_guess(study, state, plan, save, is_followed)
+        return confirm_best_guess(study, state, is_followed)
     fits = is_followed and budget.left() * (1 - SYSTEMS_SHARE) >= whole_runs_seconds(state, USUAL_SPEEDUP)
     fits_short = budget.left() * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
     share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
@@ -66,8 +64,8 @@ def find_systems(
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
     exact, lower = _by_exactness(state.candidates, state.level)
     experienced = _exact_compositions(study, state)
-    if budget.left() < MANY_COMPARISONS * comparison_seconds(plan) and not state.candidates.is_restricted:
-        experienced = [*_together(exact), *experienced]
+    if budget.left() < MANY_COMPARISONS * comparison_seconds(plan):
+        experienced = [*_together(state, exact), *experienced]
     if study.processes > 1:
         with budget.part(ONE_PROCESS_SHARE):
             state.one_process = compare_with_one_process(study, state, Recipe(), samples)
@@ -83,7 +81,7 @@ def find_systems(
     with budget.part(1.0):  # a trial may have taken more than the share, and what was found must not be lost
         seconds_to_confirm = seconds if lower or share < 1 else _all_seconds(study, plan, seconds)
         _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds_to_confirm))
-        save()
+        state.save()
     if lower:
         before = len(state.incumbents.recipes)
         rest = budget.part(max(0.0, 1 - withheld / max(budget.left(), 1e-9)))
@@ -95,7 +93,7 @@ def find_systems(
         with budget.part(1.0):
             seconds_to_confirm = seconds if share < 1 else _all_seconds(study, plan, seconds)
             _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds_to_confirm))
-            save()
+            state.save()
     if budget.exhausted:
         note_not_tried(study, "systems", [*exact, *lower])
 
@@ -130,32 +128,27 @@ def _able(study: Study, recipe: Recipe) -> Recipe:
 
 
 def experience_of(study: Study, state: SearchState) -> list[Recipe]:
-    """The recipes that made tasks like this one faster, without the methods that cannot run where its loop is."""
+    """The recipes that made tasks like this one faster, without the methods that cannot run where its loop is.
+
+    None where the user chose the methods.
+    """
+    if state.candidates.is_restricted:
+        return []
     phases = {name: share for name, share in (state.diagnosis.get("phases") or {}).items() if share}
-    recipes, facts = [], state.diagnosis.get("facts") or ()
-    for recipe in (*gpu_compositions(facts), *compositions(facts, phases, study.device)):
-        able = _able(study, recipe)
-        if able and able not in recipes:
-            recipes.append(able)
-    return recipes
+    facts = state.diagnosis.get("facts") or ()
+    recipes = (*gpu_compositions(facts), *compositions(facts, phases, study.device))
+    return distinct(_able(study, recipe) for recipe in recipes)
 
 
 def _exact_compositions(study: Study, state: SearchState) -> list[Recipe]:
     """The methods that keep the numbers, of the recipes that made similar tasks faster; most similar task first."""
-    if state.candidates.is_restricted:
-        return []
-    parts: list[Recipe] = []
-    for recipe in experience_of(study, state):
-        part = exact_part(recipe)
-        if part and part not in parts:
-            parts.append(part)
-    return parts[:MAX_COMPOSITIONS]
+    return distinct(map(exact_part, experience_of(study, state)))[:MAX_COMPOSITIONS]
 
 
-def _together(exact: list[Candidate]) -> list[Recipe]:
+def _together(state: SearchState, exact: list[Candidate]) -> list[Recipe]:
     """The exact methods that have no option to choose and start fast, those that exclude an earlier one left out."""
     recipe = Recipe()
-    for item in exact:
+    for item in exact if not state.candidates.is_restricted else ():
         if item.presets[:1] == ({},) and not item.card.high_setup_cost and not item.offered:
             joined = recipe.with_method(item.name)
             recipe = joined if conflict_reason(joined) is None else recipe
@@ -165,11 +158,6 @@ def _together(exact: list[Candidate]) -> list[Recipe]:
 def whole_runs_seconds(state: SearchState, speedup: float) -> float:
     """Seconds that the training stage takes at least with whole runs, if exact methods make them ``speedup`` faster."""
     return (BASELINE_RUNS + TUNED_RUNS / speedup) * (state.run_seconds or float("inf"))
-
-
-def samples_of(plan: dict[str, Any]) -> float:
-    """Samples that the whole training trains; infinite if unknown."""
-    return plan["samples_per_epoch"] * plan["epochs"] if plan["samples_per_epoch"] else float("inf")
 
 
 def _confirmation_overhead(plan: dict[str, Any]) -> float:
@@ -201,14 +189,13 @@ def comparison_seconds(plan: dict[str, Any], is_first: bool = False) -> float:
     return 2 * _seconds_to_build(plan) + blocks + _check_seconds(plan, is_first)
 
 
-def confirm_best_guess(
-    study: Study, state: SearchState, plan: dict[str, Any], save: Callable[[], Any], is_followed: bool = False
-) -> None:
+def confirm_best_guess(study: Study, state: SearchState, is_followed: bool = False) -> None:
     """Measures recipes that are worth a guess, where the budget allows only a few comparisons, until one is faster.
 
     A recipe that no search has picked needs no second measurement: its comparison is the confirmation.
     """
-    samples, needed, tried = samples_of(plan), comparison_seconds(plan, is_first=True), list[Recipe]()
+    plan, tried = state.plan, list[Recipe]()
+    needed = comparison_seconds(plan, is_first=True)
     guesses = deque(_guesses(study, state))
     while guesses:
         guess = guesses.popleft()
@@ -219,7 +206,7 @@ def confirm_best_guess(
         try:
             if study.budget.left() < needed:
                 raise OutOfBudgetError
-            found = confirm_speed(study, [recipe], samples, _all_seconds(study, plan, state.comparison_seconds))
+            found = confirm_speed(study, [recipe], state.samples, _all_seconds(study, plan, state.comparison_seconds))
         except OutOfBudgetError:
             why = f"a comparison takes about {format_duration(needed)}; give about --budget {duration_option(total)}"
             if not any(trial["stage"] == "confirmation" and trial.get("ratio") for trial in study.trials):
@@ -227,15 +214,15 @@ def confirm_best_guess(
             return study.note(str(recipe), "systems", "not tried", why)
         needed = comparison_seconds(plan)
         _add(state, found)
-        save()
+        state.save()
         if found and found.is_surely_faster:
-            return None if is_followed else _extend(study, state, found, plan, save)
+            return None if is_followed else _extend(study, state, found)
         tried += [recipe, found.recipe] if found else [recipe]
         guesses.appendleft(guess)  # without its methods that turned out to have no effect
     return None
 
 
-def _extend(study: Study, state: SearchState, best: Finding, plan: dict[str, Any], save: Callable[[], Any]) -> None:
+def _extend(study: Study, state: SearchState, best: Finding) -> None:
     """Adds methods whose options have to be chosen to a recipe that is faster, as long as a comparison fits.
 
     Each is measured against the unchanged task. It has to gain more than the luck of such a comparison.
@@ -245,14 +232,14 @@ def _extend(study: Study, state: SearchState, best: Finding, plan: dict[str, Any
             recipe = add_or_replace(best.recipe, item.name, options)
             if isinstance(recipe, str) or without_effect(study, recipe):
                 continue
-            if study.budget.left() < comparison_seconds(plan):
+            if study.budget.left() < comparison_seconds(state.plan):
                 return
             with suppress(OutOfBudgetError):
-                found = confirm_speed(study, [recipe], samples_of(plan), state.comparison_seconds)
+                found = confirm_speed(study, [recipe], state.samples, state.comparison_seconds)
                 if not (found and found.is_surely_faster and found.gain.median >= LUCK * best.gain.median):
                     break  # the other presets are bolder
                 _add(state, found)
-                save()
+                state.save()
                 best = found
 
 
@@ -260,8 +247,7 @@ def _guesses(study: Study, state: SearchState) -> list[Recipe]:
     """Exact recipes worth a comparison: the methods that need no choice, what made similar tasks faster, methods."""
     exact, _ = _by_exactness(state.candidates, state.level)
     singles = [Recipe({item.name: item.presets[0]}) for item in exact if item.presets]
-    together = [] if state.candidates.is_restricted else _together(exact)
-    return [*together, *_exact_compositions(study, state), *singles][:GUESSES]
+    return [*_together(state, exact), *_exact_compositions(study, state), *singles][:GUESSES]
 
 
 def note_not_tried(study: Study, stage: str, items: list) -> None:

@@ -217,7 +217,7 @@ def try_training_compositions(
     return best
 
 
-def first_outcome(study: Study, incumbents: Incumbents, baseline: Baseline, speedup: float = 1.0) -> Outcome:
+def first_outcome(baseline: Baseline, speedup: float = 1.0) -> Outcome:
     """The outcome to beat: the first run of the baseline, as fast as the exact ``speedup`` of the best recipe makes it.
 
     A recipe that trains the same steps needs no run of its own.
@@ -229,17 +229,10 @@ def first_outcome(study: Study, incumbents: Incumbents, baseline: Baseline, spee
 
 
 def search_training(
-    study: Study,
-    incumbents: Incumbents,
-    candidates: list[Candidate],
-    baseline: Baseline,
-    best: Outcome | None = None,
+    study: Study, incumbents: Incumbents, candidates: list[Candidate], baseline: Baseline, best: Outcome | None = None
 ) -> Outcome:
-    """Tries one method after the other, mildest preset first. Returns the outcome of the best recipe.
-
-    ``best`` is the outcome of the best recipe so far.
-    """
-    best = best or first_outcome(study, incumbents, baseline)
+    """Tries one method after the other, mildest preset first; ``best`` and the result are those of the best recipe."""
+    best = best or first_outcome(baseline)
     for item in candidates:
         base, losses, is_checked, seen = incumbents.best, 0, False, []
         for options in item.presets:

@@ -1,6 +1,6 @@
 """The second stage of a search: methods that change the training, by whole trainings or by shorter ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
@@ -26,7 +26,6 @@ from hasten.tuning.systems_stage import (
     compare_with_one_process,
     experience_of,
     note_not_tried,
-    samples_of,
     whole_runs_seconds,
 )
 from hasten.tuning.training import (
@@ -46,15 +45,9 @@ CLOCK_SPREAD = 1.4  # factor by which the clocks of single runs, minutes apart, 
 TRAINING_SHARE = 0.75  # of the budget left, for the search; the rest is for the confirmation
 
 
-def find_training(
-    study: Study,
-    state: SearchState,
-    plan: dict[str, Any],
-    margin: float | None,
-    save: Callable[[], Any] = lambda: None,
-) -> None:
+def find_training(study: Study, state: SearchState) -> None:
     """Finds and confirms recipes that change the training, by whole trainings or, if those do not fit, shorter ones."""
-    budget, candidates, samples = study.budget, state.candidates, samples_of(plan)
+    budget, candidates, samples = study.budget, state.candidates, state.samples
     items = [*candidates.communication, *candidates.training]
     exact = finding.recommended(state.findings, PRECISION)
     study.horizon = _horizon(study, state, items, exact.speedup.median if exact else 1.0)
@@ -63,23 +56,22 @@ def find_training(
     is_whole = study.horizon >= 1
     state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
     try:
-        baseline = state.baseline = run_baseline(study, margin)
+        baseline = state.baseline = run_baseline(study, state.margin)
     except OutOfBudgetError:
         return study.note("baseline", "baseline", "stopped", "the budget ended before the task's own training")
     except RunError as error:
         if not state.findings:
             raise
         return study.note("baseline", "baseline", "failed", str(error))  # exact recipes need no metric
-    save()
+    state.save()
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
-    first = first_outcome(study, state.incumbents, baseline, exact.speedup.median if exact else 1.0)
+    first = first_outcome(baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
     with budget.reserve(confirmation), budget.part(TRAINING_SHARE), _keep_unconfirmed(study, state, baseline):
-        recipes = [] if candidates.is_restricted else experience_of(study, state)
-        recipes = [recipe for recipe in recipes if not is_exact(recipe)][:MAX_COMPOSITIONS]
+        recipes = [recipe for recipe in experience_of(study, state) if not is_exact(recipe)][:MAX_COMPOSITIONS]
         if not candidates.is_restricted:
             facts = frozenset(state.diagnosis.get("facts") or ())
-            epoch = plan["samples_per_epoch"] or float("inf")
+            epoch = state.plan["samples_per_epoch"] or float("inf")
             recipes += largest_batch_compositions(study, state.incumbents.best, items, facts, epoch)
         best = try_training_compositions(study, state.incumbents, first, recipes, baseline)
         joint, others = split_joint(items)
@@ -92,7 +84,7 @@ def find_training(
             shorten(study, state.incumbents, joint, baseline, found)
         state.contributions = leave_one_out(study, state.incumbents, samples, baseline)
         state.ablated = state.incumbents.best
-    save()
+    state.save()
     if budget.exhausted:
         note_not_tried(study, "training", items)
     recipes = state.incumbents.recipes
@@ -100,7 +92,7 @@ def find_training(
         recipes = recipes[recipes.index(state.winner.recipe) + 1 :]  # the faster ones
     known = [*state.tested, *(found.recipe for found in state.findings)]
     recipes = [recipe for recipe in recipes if recipe and recipe not in known]
-    _confirm(study, state, baseline, recipes, is_whole, save)
+    _confirm(study, state, baseline, recipes, is_whole)
 
 
 @contextmanager
@@ -121,13 +113,11 @@ def _keep_unconfirmed(study: Study, state: SearchState, baseline: Baseline) -> I
             state.unconfirmed = Finding(best, ESTIMATED, speedup, why, to_prove=to_prove)
 
 
-def prove(
-    study: Study, state: SearchState, margin: float | None, recipes: list[Recipe], save: Callable[[], Any]
-) -> None:
+def prove(study: Study, state: SearchState, recipes: list[Recipe]) -> None:
     """Confirms recipes of an earlier search, each faster than the one before it, by whole trainings."""
     study.horizon = 1.0
-    baseline = state.baseline = run_baseline(study, margin)
-    _confirm(study, state, baseline, recipes, is_whole=True, save=save)
+    baseline = state.baseline = run_baseline(study, state.margin)
+    _confirm(study, state, baseline, recipes, is_whole=True)
 
 
 def _horizon(study: Study, state: SearchState, items: list, speedup: float) -> float:
@@ -180,14 +170,7 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
     return baseline
 
 
-def _confirm(
-    study: Study,
-    state: SearchState,
-    baseline: Baseline,
-    recipes: list[Recipe],
-    is_whole: bool,
-    save: Callable[[], Any],
-) -> None:
+def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list[Recipe], is_whole: bool) -> None:
     """Confirms the best recipes; measures a winner against one process and the strong baseline, and its parts."""
     budget, seconds = study.budget, state.comparison_seconds
     tested, findings, before = list(state.tested), list(state.findings), state.winner
@@ -202,9 +185,9 @@ def _confirm(
         found = [one for one in looked_at if one.gain and one.gain.median > 1]
         state.findings = known + [_finding_of(study, state, attempt, is_whole) for attempt in found]
         best = next((attempt for attempt in attempts if attempt.passed), attempts[0])
-        if is_whole and (before is None or _is_faster(best, before)):
+        if is_whole and (before is None or best.beats(before)):
             state.confirmation = best
-        save()
+        state.save()
 
     if recipes:
         with budget.reserve(PROFILE_SECONDS + (bool(state.strong_baseline) + (study.processes > 1)) * seconds):
@@ -224,28 +207,21 @@ def _confirm(
         state.ablated, state.contributions = winner.recipe, contributions(study, winner.recipe, samples, baseline)
 
 
-def _is_faster(attempt: Confirmation, winner: Confirmation) -> bool:
-    """Whether an attempt passed and is faster than an earlier winner."""
-    ratios = attempt.gain, winner.gain
-    return attempt.passed and ratios[0] is not None and ratios[1] is not None and ratios[0].median > ratios[1].median
-
-
 def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whole: bool) -> Finding:
     """An attempt of the confirmation as a finding: proven if whole trainings passed the gate, else estimated."""
     assert attempt.speedup is not None
     is_proven = is_whole and attempt.gate.passed
-    why = (
-        attempt.why
-        if is_whole
-        else f"in {study.horizon:.2g} of the training, with its schedule compressed: {attempt.why}"
+    where = "" if is_whole else f"in {study.horizon:.2g} of the training, with its schedule compressed: "
+    return Finding(
+        attempt.recipe,
+        PROVEN if is_proven else ESTIMATED,
+        attempt.speedup,
+        where + attempt.why,
+        attempt.training_speedup,
+        attempt.gate.difference,
+        to_prove="" if is_proven else _to_prove(state, attempt, is_whole),
+        comparison=attempt.comparison,
     )
-    quality = attempt.gate.difference
-    level, whole = (PROVEN if is_proven else ESTIMATED), attempt.training_speedup
-    found = Finding(attempt.recipe, level, attempt.speedup, why, whole, quality)
-    found.comparison = attempt.comparison
-    if not is_proven:
-        found.to_prove = _to_prove(state, attempt, is_whole)
-    return found
 
 
 def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool) -> str:

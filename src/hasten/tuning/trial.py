@@ -3,6 +3,9 @@
 import math
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
 
 from hasten.benchmarking.exactness import check_exactness
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S
@@ -12,14 +15,16 @@ from hasten.core.method import Method
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import Evaluation, RunContext, TrainPlan
+from hasten.core.types import OptimizerFactory
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.data_adapters import check_process_count
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
 from hasten.profiling.probe import Probe
-from hasten.tuning.horizon import Horizon
 from hasten.tuning.race import from_text, is_behind
+from hasten.utils.accelerated_schedule import accelerate_schedule
+from hasten.utils.optimizers import optimizer_and_schedule
 from hasten.utils.targets import first_sustained_target
 
 RESULT_KEYS = ("metric", "best_metric", "evaluations", "steps", "samples", "seconds", "split", "stopped", "effects")
@@ -49,7 +54,7 @@ class Trial:
             limits = {"seconds": float(time_limit), "target": float(target), "curve": race}
             recipe = recipe.with_method(f"{__name__}:TimeLimitPruner", **limits)
         if horizon < 1:
-            recipe = recipe.with_method(f"{Horizon.__module__}:{Horizon.__name__}", fraction=float(horizon))
+            recipe = recipe.with_method(f"{__name__}:Horizon", fraction=float(horizon))
         where = {"device": self.device, "seed": self.seed, "timeout": COLLECTIVE_TIMEOUT_S, "require_effect": True}
         result = train(self.task.load(), recipe, on_progress=self.on_progress, **where)
         if result["metric"] is None:
@@ -134,3 +139,30 @@ class TimeLimitPruner(Method):
 
         plan.stop = stop
         return plan
+
+
+@dataclass(frozen=True)
+class Horizon(Method):
+    """Trains ``fraction`` of the epochs, with the learning-rate schedule compressed into them.
+
+    It stands for the whole training where whole ones do not fit into the budget. The metric is measured ``evaluations``
+    times, at equal distances.
+    """
+
+    fraction: float = 1.0
+    evaluations: int = 8
+
+    card = Card(summary="a part of the training", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
+
+    def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
+        plan.epochs *= self.fraction
+        if plan.samples:
+            plan.evaluate_every = max(plan.batch_size, int(plan.samples * plan.epochs / self.evaluations))
+        return plan
+
+    def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
+        def make_compressed(model: torch.nn.Module) -> Any:
+            optimizer, schedule = optimizer_and_schedule(make(model))
+            return optimizer, accelerate_schedule(schedule, self.fraction, run)
+
+        return make_compressed

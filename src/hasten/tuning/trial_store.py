@@ -102,7 +102,7 @@ class TrialStore:
         if failure is not None and (is_transient or not failure_lasts):
             return key, outcome  # for this search only; the next one tries again
         with translate_disk_errors(self.path, FREE_THE_DISK), self.path.open("a", encoding="utf-8") as file:
-            if file.tell() and not self._ends_with_newline():
+            if file.tell() and not self.path.read_bytes().endswith(b"\n"):
                 file.write("\n")
             entry = {"key": key, "kind": kind, "what": what, "outcome": outcome}
             file.write(json.dumps(entry, allow_nan=False) + "\n")
@@ -117,8 +117,3 @@ class TrialStore:
     def _key(self, kind: str, what: Mapping[str, Any]) -> str:
         text = json.dumps([kind, what, self.settings], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-    def _ends_with_newline(self) -> bool:
-        with self.path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def tune(
     )
     text = json.dumps(settings, indent=1, default=str)
     atomic_write(directory / "search.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
-    state = SearchState(level=LEVELS[evidence] if evidence else DEFAULT_LEVEL)
+    state = SearchState(margin=margin, level=LEVELS[evidence] if evidence else DEFAULT_LEVEL)
 
     def save(is_partial: bool = True) -> TuneResult:
         about: Any = {"metric": facts["metric"], "offered": selection.offered, "price_per_hour": price_per_hour}
@@ -170,14 +170,15 @@ def tune(
 
     if facts.get("no_whole_run"):
         study.note("methods that change the training", "training", "not tried", facts["no_whole_run"])
-    plan = _estimate(study, state, seconds, timeout)
+    state.save = save
+    _estimate(study, state, seconds, timeout)
     state.findings += earlier_findings(earlier)
     state.tested = [Recipe(methods) for methods in earlier.get("confirmed_recipes", ())]
     try:
         save()
-        _diagnose(study, state, selection, plan, facts.get("varied", {}))
+        _diagnose(study, state, selection, facts.get("varied", {}))
         _correct_estimate(study, state, seconds, timeout)
-        _run_stages(study, state, plan, margin, earlier, facts["has_validation"], save)
+        _run_stages(study, state, earlier, facts["has_validation"])
     except OutOfBudgetError:
         study.note("search", "search", "stopped", "the budget is spent")
     except KeyboardInterrupt:
@@ -202,24 +203,16 @@ def _settings(facts: dict[str, Any], device: str, seed: int, processes: int, mar
     }
 
 
-def _run_stages(
-    study: Study,
-    state: SearchState,
-    plan: dict[str, Any],
-    margin: float | None,
-    earlier: dict[str, Any],
-    has_validation: bool,
-    save: Callable[[], TuneResult],
-) -> None:
+def _run_stages(study: Study, state: SearchState, earlier: dict[str, Any], has_validation: bool) -> None:
     """Tries methods stage by stage, after what an ``earlier`` search left unproven; OutOfBudgetError at any point."""
     has_training_stage = has_validation and state.level not in (EXACT, PRECISION)
     if earlier:
-        finish_earlier(study, state, plan, margin, earlier, has_training_stage, save)
-        save()
+        finish_earlier(study, state, earlier, has_training_stage)
+        state.save()
     proof = state.confirmation
-    find_systems(study, state, plan, has_training_stage, save)
+    find_systems(study, state, has_training_stage)
     if has_training_stage:
-        find_training(study, state, plan, margin, save)
+        find_training(study, state)
     state.keep_faster(proof)
     if state.chosen:
         with study.budget.part(1.0):
@@ -261,20 +254,14 @@ def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]
     now = json.loads(json.dumps(settings, default=str))
     changed = [name for name in now if now[name] != before.get(name)]
     if changed:
-        names = ", ".join(_change(name, before.get(name), now[name]) for name in changed)
+        words = {"task": "the task or script, or what it was asked for", "code": "hasten itself"}  # not fingerprints
+        names = ", ".join(words.get(name, f"{name} ({before.get(name)} before, {now[name]} now)") for name in changed)
         raise ConfigurationError(f"the search in {directory} cannot be continued, since these changed: {names}")
     return result
 
 
-def _change(name: str, before: Any, now: Any) -> str:
-    """A setting that differs between two searches, in words; fingerprints say nothing to a reader."""
-    if name in ("task", "code"):
-        return {"task": "the task or script, or what it was asked for", "code": "hasten itself"}[name]
-    return f"{name} ({before} before, {now} now)"
-
-
-def _estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> dict[str, Any]:
-    """Estimates the training as it is, from a few steps; sets budget and timeout, and announces them. Its plan."""
+def _estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> None:
+    """Estimates the training as it is, from a few steps; sets its plan, budget and timeout, and announces them."""
 
     def measure(_: ProgressCallback) -> dict[str, Any]:
         limits = timeout or DEFAULT_TIMEOUT_S, study.budget.deadline()
@@ -285,10 +272,8 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
         found = study.measure_once("run_seconds", f"timing a few steps of {study.task}", measure)
     except OutOfBudgetError:
         raise _too_small(study.budget, "to time a few steps of the task") from None
-    state.peak_memory = found["plan"]["peak_memory"]
-    study.step_seconds = found["plan"]["step"]
+    state.plan, study.step_seconds = found["plan"], found["plan"]["step"]
     _expect_run(study, state, found["seconds"], budget, timeout)
-    return found["plan"]
 
 
 def _correct_estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> None:
@@ -332,11 +317,9 @@ def _takes_the_place_of_a_comparison(plan: dict[str, Any], seconds: float, left:
     return "check_seconds" in plan and needed <= left < needed + plan["start"] + seconds
 
 
-def _diagnose(
-    study: Study, state: SearchState, selection: MethodSelection, plan: dict[str, Any], varied: dict[str, float]
-) -> None:
+def _diagnose(study: Study, state: SearchState, selection: MethodSelection, varied: dict[str, float]) -> None:
     """Finds which methods are worth trying. Without a diagnosis all are whose facts hold."""
-    budget = study.budget
+    budget, plan = study.budget, state.plan
     seconds = min(MAX_DIAGNOSIS_S, budget.total * DIAGNOSIS_SHARE)
     with budget.reserve(budget.left()):  # keeps half of it
         deadline = budget.deadline()
