@@ -15,8 +15,8 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_methods, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.hosts import site_map
-from hasten.hosts.inside.facts import devices_of
-from hasten.hosts.inside.missing import missing_sites
+from hasten.hosts.inside.models import devices_of
+from hasten.hosts.inside.sites import missing_sites
 from hasten.hosts.script_ref import ScriptRef
 from hasten.tuning.budget import Budget
 from hasten.tuning.candidates import MethodSelection, candidates_for

@@ -11,13 +11,13 @@ import sysconfig
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 
-from hasten.hosts.inside.sites import HIDDEN
+from hasten.hosts.inside.sites import HIDDEN, frames_from, module_of
 
 INTERVAL_S = 0.005  # between two samples of the stack
 # For which the training thread keeps the interpreter once the sampler waits for it. By default 5 ms: a function of pure
@@ -78,24 +78,14 @@ class CodeObserver:
                 delattr(torch.Tensor, name)
             else:
                 setattr(torch.Tensor, name, own)
-        synchronizations = [
-            {
-                "site": site,
-                "call": call,
-                "per_step": count / steps,
-                "seconds_per_step": self.seconds[site, call] / steps,
-            }
-            for (site, call), count in self.reads.items()
-        ]
-        functions = [
-            {
-                "function": function,
-                "site": site,
-                "phase": "loop" if function in self.loops else phase,
-                "share": count / self.samples,
-            }
-            for (phase, function, site), count in _by_function(self.lines)
-        ]
+        synchronizations, functions = list[dict[str, Any]](), list[dict[str, Any]]()
+        for (site, call), count in self.reads.items():
+            seconds = self.seconds[site, call] / steps
+            read = {"site": site, "call": call, "per_step": count / steps, "seconds_per_step": seconds}
+            synchronizations.append(read)
+        for (phase, function, site), count in _by_function(self.lines):
+            phase = "loop" if function in self.loops else phase
+            functions.append({"function": function, "site": site, "phase": phase, "share": count / self.samples})
         return {"synchronizations": synchronizations, "functions": functions}
 
     def _timed(self, original: Callable[..., Any], call: str) -> Callable[..., Any]:
@@ -108,7 +98,7 @@ class CodeObserver:
                 return original(*args, **kwargs)
             finally:
                 seconds, self.is_reading, self.waits_for_gpu = time.perf_counter() - began, False, False
-                site = self._site_of_read(_caller(inspect.currentframe()))
+                site = self._site_of_read(inspect.currentframe())
                 if site is not None:
                     self.reads[site, call] += 1
                     self.seconds[site, call] += seconds
@@ -135,10 +125,12 @@ class CodeObserver:
         return copy
 
     def _site_of_read(self, frame: FrameType | None) -> str | None:
-        """The line that reads a value; None for hasten's own reads, and in an optimizer or a loader: what these read is
-        on the host anyway.
+        """The line that has called the function of a frame, which reads a value.
+
+        None for hasten's own reads, and in an optimizer or a loader: what these read is on the host anyway.
         """
-        names = [_module(one) for one in _frames(frame)]
+        frame = frame and frame.f_back
+        names = [module_of(one) for one in frames_from(frame)]
         ours = bool(names) and names[0].startswith("hasten.")
         on_host = any(name.startswith(("torch.optim", "torch.utils.data", LOADERS)) for name in names)
         return None if ours or on_host else self.line(frame)
@@ -157,8 +149,8 @@ class CodeObserver:
         self.samples += 1
         if self.waits_for_gpu:
             return
-        frames = list(_frames(frame))
-        names = [_module(one) for one in frames]
+        frames = list(frames_from(frame))
+        names = [module_of(one) for one in frames]
         users = (one for name, one in zip(names, frames, strict=True) if _is_users(name, one.f_code.co_filename))
         user = next(users, None)
         if user is None or CALLS_OF_ROOTS in names:
@@ -188,24 +180,10 @@ def _places(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple
     return tensor.device.type, given or tensor.device.type
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
-    return frame.f_back if frame else None
-
-
-def _module(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__") or ""
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 @functools.cache
 def _is_users(module: str, file: str) -> bool:
     """Whether a module is neither of the standard library, nor of an installed package, nor hasten's."""
-    is_hidden = module.partition(".")[0] in (*HIDDEN, "hasten")
+    is_hidden = module.partition(".")[0] in {*HIDDEN, "hasten"}
     return not is_hidden and "-packages/" not in file and not file.startswith(LIBRARIES)
 
 

@@ -7,7 +7,7 @@ over one by one, so ``run.model`` is there from the first call of the model on, 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
@@ -26,7 +26,7 @@ from hasten.engine.data_adapters import apply_data_hook
 from hasten.engine.effects import EffectObserver
 from hasten.engine.loaders import from_loader
 from hasten.engine.resources import available_cpus, free_memory
-from hasten.hosts.host import SCRIPT, check_supported
+from hasten.hosts.host import check_supported
 from hasten.utils.batch import map_tensors
 from hasten.utils.rng import preserve_rng_state
 
@@ -57,9 +57,9 @@ class Composition:
             in_script=True,
         )
         self.run = RunContext(torch.device(device), SimpleNamespace(name=owner), seed=seed, services=services)
-        self.run.plan = TrainPlan(batch_size=1, epochs=math.inf)
         self.owner, self.plan = owner, TrainPlan(batch_size=1, epochs=math.inf)
-        check_supported(SCRIPT, methods, owner)
+        self.run.plan = replace(self.plan)
+        check_supported(methods, owner)
         self.methods = applicable_methods(methods, self.run)
         self.hooks = {hook for method in self.methods for hook in hooks_of(method)}
         self.context = ExitStack()  # never closed: the process ends with the run
@@ -198,8 +198,13 @@ class Composition:
         if optimizer not in self.updates:
             self.run.optimizer = optimizer
             transform = self.fold("grad_transform", _nothing)
-            step = self.fold("optimizer_step", partial(self._call_update))
-            self.updates[optimizer] = partial(_both, transform, step)
+            step = self.fold("optimizer_step", lambda: self.update())
+
+            def transform_and_step() -> None:
+                transform()
+                step()
+
+            self.updates[optimizer] = transform_and_step
         self.update = update
         return self.updates[optimizer]()
 
@@ -217,9 +222,6 @@ class Composition:
             f"{self.owner} trains several models, such as {names}, and a method that changes gradients needs to know "
             "which of them; leave it out"
         )
-
-    def _call_update(self) -> None:
-        self.update()
 
     def without_effect(self, has_loader: bool, has_optimizer: bool) -> list[tuple[str, str]]:
         """(method, reason) of each that has no effect after the first step: nothing came to the seam that it needs.
@@ -242,11 +244,6 @@ class Composition:
         """Observes the effects of the methods in one step."""
         self.run.no_effect = self.without_effect(has_loader, has_optimizer)
         return EffectObserver(self.run, self.methods)
-
-
-def _both(transform: Callable[[], None], step: Callable[[], None]) -> None:
-    transform()
-    step()
 
 
 def _trains_only(optimizer: Optimizer, model: nn.Module | None) -> bool:
