@@ -62,7 +62,7 @@ def test_argument_that_cannot_be_varied_is_refused_in_one_line(name, changes, me
 
 def test_names_are_those_of_the_parsed_attributes():
     ref = script(vary=("--batch-size", "lr"))
-    assert ref.vary == ("batch_size", "lr") and ScriptRef.from_json(ref.to_json()) == ref
+    assert ref.vary == ("batch_size", "lr")
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,8 @@ def start_seconds(elapsed: float, ready: dict[str, Any], described: dict[str, An
     """Seconds from the start of a script to the end of its first step.
 
     Imports and data take as long under any recipe, but not to the clock of a busy machine; the C++ compiler of
-    torch.compile is another process.
-
-    Args:
-        elapsed: By the clock.
-        ready: The session's first message.
-        described: What it described then.
+    torch.compile is another process. ``elapsed`` is by the clock; ``ready`` is the session's first message, and
+    ``described`` what it described then.
     """
     seconds = min(elapsed, ready["process_cpu"] + described["compile_seconds"])
     return seconds + described["cached_compile_seconds"]

@@ -300,7 +300,7 @@ class _Runs:
         return ScriptRun(found["steps"], found["hash"], described["arguments"], seeds, alerts, weights, gradients)
 
 
-def _result(passed: bool, number: float, why: str, statistics: bool = False) -> dict[str, Any]:
+def _result(passed: bool, number: float, why: str, *, statistics: bool = False) -> dict[str, Any]:
     return {"passed": passed, "number": number if math.isfinite(number) else None, "why": why, "statistics": statistics}
 
 
@@ -346,9 +346,8 @@ def _judge_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any
     if both is not None and (movement := _difference(both[0].weights, both[1].weights)) >= MAX_DIFFERENCE:
         why = f"it does more than round: in float64 the weights differ by {movement:.1e} after {both[1].steps} steps"
         return _result(False, movement, why)
-    return _result(
-        True, worst, f"every gradient of the first step is at least {worst:.1f} dB above its error against {against}"
-    )
+    why = f"every gradient of the first step is at least {worst:.1f} dB above its error against {against}"
+    return _result(True, worst, why)
 
 
 def _judge_changes(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:

@@ -32,11 +32,7 @@ class Ambiguous:
 
 
 def series_of_logged(records: Iterable[tuple[float, str, float, bool]]) -> list[Series]:
-    """The series that a script passed to a tracker.
-
-    Args:
-        records: (seconds, name, value, whether the model was in evaluation mode) of each number.
-    """
+    """The series of numbers that a script passed to a tracker: seconds, name, value, whether in evaluation mode."""
     series: dict[str, Series] = {}
     training = set[str]()  # names that were logged in training mode
     for seconds, name, value, evaluating in records:

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method, hooks_of
 from hasten.core.recipe import Recipe
-from hasten.core.task import Task
 from hasten.engine.registry import method_class, takes_any_option
 from hasten.engine.tasks import TaskRef
 from hasten.hosts import site_map
@@ -83,15 +82,12 @@ class ScriptRef(TaskRef):
         names = tuple(map(name_of_argument, vary or ()))
         return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric, names)
 
-    def load(self) -> Task:
+    def load(self) -> NoReturn:
         """A script is no Task: it runs its own loop."""
-        self._refuse_task()
+        self.function()
 
-    def function(self) -> Any:
+    def function(self) -> NoReturn:
         """A script is no function that returns a task."""
-        self._refuse_task()
-
-    def _refuse_task(self) -> NoReturn:
         raise ConfigurationError(f"{self.command} is a command, and this needs a task: a workload or file.py:function")
 
     @property
@@ -110,15 +106,6 @@ class ScriptRef(TaskRef):
             if typed & options.keys() and takes_any_option(method_class(name)):  # the others import nothing
                 values |= options
         return with_typed(self.argv, values)
-
-    def to_json(self) -> str:
-        fields = {"name": self.name, "file": self.file, "argv": self.argv, "directory": self.directory}
-        return json.dumps(fields | {"environment": dict(self.environment), "metric": self.metric, "vary": self.vary})
-
-    @staticmethod
-    def from_json(text: str) -> ScriptRef:
-        fields = json.loads(text)
-        return ScriptRef(**(fields | {name: tuple(fields[name]) for name in ("argv", "vary")}))
 
     def fingerprint(self) -> str:
         """A hash of the command, of files that it names, and of code and configuration below the script's directory."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
@@ -41,11 +42,9 @@ LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"
 
 
 class CodeObserver:
-    """Watches the thread that made it, from ``__init__`` to ``stop``.
+    """Watches the thread that made it, from ``__init__`` to ``stop``, but for evaluations, which are no part of a step.
 
-    Args:
-        line: Returns ``file:line`` of the innermost frame of the user, and takes a frame.
-        is_evaluating: Whether an evaluation is running, which is no part of a step.
+    ``line`` returns ``file:line`` of the innermost frame of the user, and takes a frame.
     """
 
     def __init__(self, line: Callable[[FrameType | None], str | None], is_evaluating: Callable[[], bool]):
@@ -55,14 +54,15 @@ class CodeObserver:
         self.lines = Counter[tuple[str, str, str]]()  # samples by (phase, function, site)
         self.loops = set[str]()  # functions that call the backward pass or the optimizer
         self.samples, self.is_reading, self.waits_for_gpu = 0, False, False
-        # perhaps the script's; None if inherited
-        self.own = {name: vars(torch.Tensor).get(name) for name in (*READS, *COPIES)}
-        for name, call in READS.items():
-            setattr(torch.Tensor, name, self._timed(getattr(torch.Tensor, name), call))
-        for name in COPIES:
-            setattr(torch.Tensor, name, self._noted_copy(getattr(torch.Tensor, name)))
-        self.synchronize = torch.cuda.synchronize
-        torch.cuda.synchronize = self._timed(self.synchronize, "torch.cuda.synchronize()")
+        from unittest.mock import patch  # with asyncio, which most scripts do not need
+
+        self.patches, tensor = ExitStack(), torch.Tensor
+        synchronize = self._timed(torch.cuda.synchronize, "torch.cuda.synchronize()")
+        replacements = [(torch.cuda, "synchronize", synchronize)]
+        replacements += [(tensor, name, self._timed(getattr(tensor, name), call)) for name, call in READS.items()]
+        replacements += [(tensor, name, self._noted_copy(getattr(tensor, name))) for name in COPIES]
+        for owner, name, replacement in replacements:
+            self.patches.enter_context(patch.object(owner, name, replacement))
         self.thread, self.stopped = threading.get_ident(), threading.Event()
         self.switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -72,12 +72,7 @@ class CodeObserver:
         """``synchronizations`` and ``functions`` of the ``steps`` that were watched, as ``DiagnoseResult`` has them."""
         self.stopped.set()
         sys.setswitchinterval(self.switch_interval)
-        torch.cuda.synchronize = self.synchronize
-        for name, own in self.own.items():
-            if own is None:
-                delattr(torch.Tensor, name)
-            else:
-                setattr(torch.Tensor, name, own)
+        self.patches.close()
         synchronizations, functions = list[dict[str, Any]](), list[dict[str, Any]]()
         for (site, call), count in self.reads.items():
             seconds = self.seconds[site, call] / steps

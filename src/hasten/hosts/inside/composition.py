@@ -39,12 +39,7 @@ HALVES = (torch.bfloat16, torch.float16)
 class Composition:
     """The methods of one recipe in this process.
 
-    Args:
-        methods: The methods.
-        device: Name of the device, until the model is there.
-        seed: Of the run.
-        evaluation_records_gradients: Whether the script's evaluation does, as far as an earlier run has seen.
-        owner: Name of the script, for messages.
+    ``device`` is assumed until the model is there; ``owner`` is the name of the script, for messages.
     """
 
     def __init__(
@@ -81,9 +76,7 @@ class Composition:
     def enter_process(self, own_threads: int | None = None) -> None:
         """Sets what the methods set for the process: threads, allocator, precision.
 
-        Args:
-            own_threads: Threads inside operations that the script itself will set, as far as an earlier run has seen:
-                a method must know what it changes.
+        They must know what they change: the threads inside operations that the script itself will set, if it is known.
         """
         if own_threads is not None:
             torch.set_num_threads(own_threads)

@@ -21,8 +21,7 @@ HIDDEN = {"torch", "importlib", "contextlib", "functools", "typing", "sitecustom
 class Sites:
     """The sites that were seen, by kind ("loaders", "optimizers", ...); each is plain data with its ``site``.
 
-    Args:
-        directory: Files below it are named by their relative path.
+    Files below ``directory`` are named by their relative path.
     """
 
     def __init__(self, directory: str):
