@@ -4,8 +4,10 @@ A file is a checkpoint if an optimizer, schedule or scaler gets its state from i
 script loads it before the first step and saves to it later. Weights that are only loaded, as for fine-tuning, are none.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +20,10 @@ TRAINER_STATE = "trainer_state.json"  # beside the files of a checkpoint of Tran
 
 
 class CheckpointSeam:
-    """Calls ``report`` with the path of each checkpoint, until ``end_loading`` for what is loaded."""
+    """Writes the paths of the checkpoints to a file, a JSON list; until ``end_loading`` for what is loaded."""
 
-    def __init__(self, report: Callable[[str], None]):
-        self.report = report
+    def __init__(self, file: Path):
+        self.file, self.found = file, list[str]()
         self.loading = True
         self.loaded: dict[str, set[int]] = {}  # path -> ids of the dictionaries in it
         replaces(torch, "load")(self._load)
@@ -33,6 +35,11 @@ class CheckpointSeam:
         """After the first step: what is loaded from here on is nothing to resume from."""
         self.loading = False
         self.loaded = {path: set() for path in self.loaded}
+
+    def report(self, path: str) -> None:
+        if path not in self.found:
+            self.found.append(path)
+            self.file.write_text(json.dumps(self.found), encoding="utf-8")
 
     def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
         loaded = original(f, *args, **kwargs)

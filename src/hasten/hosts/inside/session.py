@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from hasten.hosts.inside import seeds
 from hasten.hosts.inside.answers import ANSWERS, evaluation_seconds
 from hasten.hosts.inside.block import TrainingBlock
 from hasten.hosts.inside.checkpoints import CheckpointSeam
@@ -32,6 +31,7 @@ from hasten.hosts.inside.loaders import LoaderSeam
 from hasten.hosts.inside.metric_loggers import WATCHED as TRACKERS
 from hasten.hosts.inside.models import ModelSeam, devices_of
 from hasten.hosts.inside.offline import WATCHED as OFFLINE
+from hasten.hosts.inside.seeds import seed_process
 from hasten.hosts.inside.sites import Sites, missing_sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside.threads import threads_of, watch_threads
@@ -76,14 +76,11 @@ class Session:
         except Exception as error:
             self._fail(error)
         self.checkpoints: CheckpointSeam | None = None
-        self.resumed_from: list[str] = []
         if not self.is_real:
             after_parsing(self._note_arguments)  # after those that methods change
-            self.checkpoints = CheckpointSeam(self._note_checkpoint)
+            self.checkpoints = CheckpointSeam(directory / RESUMED)
         if spec["seed"] is not None:
-            seeded: list[str] = []
-            self.sites.records["seeds"] = []
-            seeds.seed_process(spec["seed"], lambda name, seed: self._note_seed(name, seed, seeded))
+            seed_process(spec["seed"], self.sites)
         self._install(spec["sites"] or {})
         self.declared: dict[str, str] = {}  # name of a metric that ``hasten.attach`` was given -> "min", "max" or ""
         self.loop = FrameworkLoop(self.steps, self.models)
@@ -187,17 +184,6 @@ class Session:
         for name, value in getattr(parsed, "__dict__", {}).items():
             is_data = isinstance(value, (int, float, str, type(None)))
             self.arguments[name] = value if is_data else type(value).__name__
-
-    def _note_checkpoint(self, path: str) -> None:
-        if path not in self.resumed_from:
-            self.resumed_from.append(path)
-            (self.directory / RESUMED).write_text(json.dumps(self.resumed_from), encoding="utf-8")
-
-    def _note_seed(self, name: str, seed: int | None, seeded: list[str]) -> None:
-        key = name if seed is not None else f"{name}()"
-        if key not in seeded:
-            seeded.append(key)
-            self.sites.records["seeds"].append({"site": f"{self.sites.line()}#1", "type": name, "seed": seed})
 
     def _note_logged(self, name: str, value: float) -> None:
         self.logged.append((time.perf_counter() - self.began, name, value, self.models.began is not None))
