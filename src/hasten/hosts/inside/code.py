@@ -78,8 +78,12 @@ class CodeObserver:
             seconds = self.seconds[site, call] / steps
             read = {"site": site, "call": call, "per_step": count / steps, "seconds_per_step": seconds}
             synchronizations.append(read)
-        for (phase, function, site), count in _by_function(self.lines):
-            phase = "loop" if function in self.loops else phase
+        totals, sites = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
+        for (phase, function, site), count in self.lines.most_common():
+            totals[phase, function] += count
+            sites.setdefault((phase, function), site)  # the line with the most samples
+        for (phase, function), count in totals.most_common():
+            site, phase = sites[phase, function], "loop" if function in self.loops else phase
             functions.append({"function": function, "site": site, "phase": phase, "share": count / self.samples})
         return {"synchronizations": synchronizations, "functions": functions}
 
@@ -180,13 +184,3 @@ def _is_users(module: str, file: str) -> bool:
     """Whether a module is neither of the standard library, nor of an installed package, nor hasten's."""
     is_hidden = module.partition(".")[0] in {*HIDDEN, "hasten"}
     return not is_hidden and "-packages/" not in file and not file.startswith(LIBRARIES)
-
-
-def _by_function(lines: Counter[tuple[str, str, str]]) -> list[tuple[tuple[str, str, str], int]]:
-    """The samples of each function, at its line with the most; the largest first."""
-    found: dict[tuple[str, str], tuple[tuple[str, str, str], int]] = {}
-    for line, count in lines.most_common():
-        place = line[:2]
-        first, before = found.get(place, (line, 0))
-        found[place] = (first, before + count)
-    return sorted(found.values(), key=lambda entry: -entry[1])

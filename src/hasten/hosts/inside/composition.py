@@ -60,11 +60,11 @@ class Composition:
         self.context = ExitStack()  # never closed: the process ends with the run
         self.sets_threads = False  # to another number than the script
         self.updates: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()  # what an optimizer's step calls
-        self.update: Callable[[], Any] = _nothing  # the optimizer's own step that is called now
+        self.update: Callable[[], Any] = lambda: None  # the optimizer's own step that is called now
         self.has_trained = self.is_later = False  # whether roots are searched no more; whether run.model came later
         self.expected: Optimizer | None = None  # was made later, and has not been checked
         self.gave_up = self.changed_loss = False  # to act on gradients; whether the last backward pass was changed
-        self.refuse: Callable[[Exception], None] = _raise  # what happens where it gives up
+        self.refuse: Callable[[Exception], None] = lambda error: None  # what happens where it gives up
 
     def fold(self, hook: str, thing: Any) -> Any:
         """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
@@ -122,7 +122,7 @@ class Composition:
         def plain(inputs: tuple[Any, Any]) -> Any:
             return call(*inputs[0], **inputs[1])
 
-        transform, forward = self.fold("batch_transform", _identity), self.fold("forward", plain)
+        transform, forward = self.fold("batch_transform", lambda inputs: inputs), self.fold("forward", plain)
         if forward is plain:
             return lambda *args, **kwargs: plain(transform((args, kwargs)))
         if not any("uniform_precision" in method.card.invalidates for method in self.methods):
@@ -190,7 +190,7 @@ class Composition:
             return None if self.changed_loss else update()
         if optimizer not in self.updates:
             self.run.optimizer = optimizer
-            transform = self.fold("grad_transform", _nothing)
+            transform = self.fold("grad_transform", lambda: None)
             step = self.fold("optimizer_step", lambda: self.update())
 
             def transform_and_step() -> None:
@@ -244,18 +244,6 @@ def _trains_only(optimizer: Optimizer, model: nn.Module | None) -> bool:
     own = None if model is None else {id(parameter) for parameter in model.parameters()}
     groups = getattr(optimizer, "param_groups", ())  # not of an optimizer of Keras
     return own is None or all(id(parameter) in own for group in groups for parameter in group["params"])
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _identity(inputs: Any) -> Any:
-    return inputs
-
-
-def _nothing() -> None:
-    pass
 
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -130,7 +130,9 @@ class Session:
         watch_threads(self.sites, bool(composition) and composition.sets_threads)
         acts_on = composition.hooks if composition else set()
         self.steps = StepSeam(self.sites, self.phases)
-        wrap_call = self._guarded(composition.wrap_call, _call_of_root) if composition else None
+        wrap_call = (
+            self._guarded(composition.wrap_call, lambda _, call_of_root: call_of_root()) if composition else None
+        )
         self.models = ModelSeam(self.sites, self.phases, self.steps, wrap_call)
         self.models.waits_for_gpu = not self.is_real
         roles = {entry["site"]: entry["role"] for entry in known.get("loaders", ())}
@@ -401,11 +403,6 @@ def _text(error: Exception) -> str:
     """What an error says; those of hasten are complete sentences."""
     name = type(error).__name__
     return str(error) if name in ("ConfigurationError", "RunError") else f"{name}: {error}"
-
-
-def _call_of_root(root: torch.nn.Module, call_of_root: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """The call of a root without methods."""
-    return call_of_root()
 
 
 def _world_size() -> int:

@@ -49,8 +49,9 @@ class StepSeam:
         self.inside, self.passes, self.began, self.times_updates = False, 0, None, False
         self.has_begun = False  # the training: a gradient was computed
         self.last_ended: float | None = None  # time of the end of the last step
-        nothing: Callable[[], None] = _nothing
-        self.on_first_backward = self.on_backward = self.on_stop = nothing
+        self.on_first_backward: Callable[[], None] = lambda: None
+        self.on_backward: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = lambda: None
         self.on_optimizer: Callable[[Optimizer], None] = lambda optimizer: None  # that the script has made
         self.on_step: Callable[[], None] | None = None  # called after every step, while there is something to do
         self.wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda backward: backward
@@ -216,7 +217,3 @@ def _listed(tensors: Any) -> list[Any]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return [] if tensors is None else list(tensors)
-
-
-def _nothing() -> None:
-    pass
