@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hasten.hosts.metric import Found, find_metric
+from hasten.hosts.metric import Found, choose_metric
+from hasten.hosts.metric_lines import series_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -19,7 +20,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def test_example_script_prints_its_metric_and_writes_nothing(tmp_path, script, name, direction):
     command = [sys.executable, str(EXAMPLES / script), "--epochs", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    found = find_metric([(float(i), line, False) for i, line in enumerate(done.stdout.splitlines())])
+    lines = [(float(i), line, False) for i, line in enumerate(done.stdout.splitlines())]
+    found = choose_metric(series_of(lines))
     assert isinstance(found, Found) and (found.name, found.direction, len(found.values)) == (name, direction, 2)
     assert list(tmp_path.iterdir()) == []
     assert "import hasten" not in (EXAMPLES / script).read_text()

@@ -9,7 +9,6 @@ import pytest
 
 from hasten.core.recipe import Recipe
 from hasten.hosts.arm import ScriptArm
-from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import ScriptDescription, ScriptTrial, watch_script
@@ -47,7 +46,7 @@ def arm(ref: ScriptRef, recipe: str) -> ScriptArm:
 
 
 def checked(ref: ScriptRef, recipe: str, exactness: str) -> dict:
-    return check_exactness(ref, {}, Recipe.coerce(recipe).methods, exactness, "cpu", 0, None)
+    return ScriptTrial(ref, methods=Recipe.coerce(recipe).methods).check_exactness({}, exactness, 60.0)
 
 
 @pytest.mark.parametrize("name", RUNS)

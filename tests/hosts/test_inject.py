@@ -43,7 +43,7 @@ def test_package_that_only_looks_for_torch_does_not_keep_the_session_out(tmp_pat
     code = "import importlib.util as u, sys; u.find_spec('torch'); import torch; print(torch.__loader__, sys.meta_path)"
     output = run(code, tmp_path, HASTEN_HOST=str(tmp_path))
     assert output.stdout.startswith("<_frozen_importlib_external.SourceFileLoader") and output.stderr == ""
-    assert (tmp_path / "error").exists() and "TorchFinder" not in output.stdout
+    assert (tmp_path / "error").exists() and "ImportFinder" not in output.stdout
 
 
 def test_torch_that_cannot_be_imported_fails_as_without_hasten(tmp_path):

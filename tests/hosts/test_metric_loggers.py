@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from hasten.hosts.metric_loggers import WATCHED
+from hasten.hosts.inside.metric_loggers import WATCHED
 
 
 @pytest.fixture

@@ -6,14 +6,19 @@ import sys
 
 import pytest
 
+from hasten.hosts.process import INJECTED
+
 pytestmark = pytest.mark.slow
 
 
 def run(tmp_path, text: str) -> str:
     """Output of a script in a trial: its own calls, after the seam has seen the import."""
     (tmp_path / "train.py").write_text(
-        "from hasten.hosts.inside.imports import ImportFinder\nfrom hasten.hosts.inside.offline import WATCHED\n"
-        "ImportFinder(WATCHED)\n" + text
+        f"import importlib.util as u\n"
+        f"spec = u.spec_from_file_location('injected', {INJECTED + '/sitecustomize.py'!r})\n"
+        "injected = u.module_from_spec(spec)\nspec.loader.exec_module(injected)\n"
+        "from hasten.hosts.inside.offline import WATCHED\n"
+        "injected.ImportFinder({name: [watch] for name, watch in WATCHED.items()})\n" + text
     )
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

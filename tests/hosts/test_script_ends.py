@@ -10,7 +10,7 @@ from hasten.core.errors import ConfigurationError, MemoryExhaustedError
 from hasten.hosts import process
 from hasten.hosts.process import ScriptProcess, _reason
 from hasten.hosts.script_ref import ScriptRef
-from hasten.hosts.whole_run import run_to_end
+from hasten.hosts.services import ScriptTrial
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 TRAINS = """
@@ -44,7 +44,7 @@ def written(directory: Path, steps: int, first: str = "", second: str = "", paus
 def test_run_that_is_stopped_before_its_first_metric_is_pruned(tmp_path):
     ref = written(tmp_path, 600, pause=0.1)  # 60 s
     began = time.monotonic()
-    run = run_to_end(ref, {}, "cpu", 0, None, target=0.1, time_limit=1.5)
+    run = ScriptTrial(ref).run(target=0.1, time_limit=1.5)
     assert run["pruned"] and run["metric"] is None and run["evaluations"] == []
     assert time.monotonic() - began < 20
 

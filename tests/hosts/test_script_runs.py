@@ -12,10 +12,9 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_method
 from hasten.hosts import exactness
 from hasten.hosts.arm import ScriptArm
-from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess, _processes_with
 from hasten.hosts.script_ref import ScriptRef
-from hasten.hosts.services import SERVICES, watch_script
+from hasten.hosts.services import SERVICES, ScriptTrial, watch_script
 from hasten.hosts.site_map import known_sites
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -192,25 +191,27 @@ def test_arm_of_a_script_that_ends_is_started_again():
 )
 def test_exact_method_gives_the_same_bits(argv, recipe):
     methods = Recipe.parse(recipe).methods
-    check = check_exactness(script(*argv), {}, methods, "BIT_EXACT", "cpu", 0, None)
+    check = ScriptTrial(script(*argv), methods=methods).check_exactness({}, "BIT_EXACT", 60.0)
     assert check["passed"] and "identical to the bit after 30 steps" in check["why"]
 
 
 @pytest.mark.parametrize(("argv", "recipe"), [(("gpt.py",), "fused_optimizer"), (("mnist.py",), "channels_last")])
 def test_equivalent_method_is_checked_in_float64(argv, recipe):
-    check = check_exactness(script(*argv), {}, Recipe.parse(recipe).methods, "EQUIVALENT_MATH", "cpu", 0, None)
+    check = ScriptTrial(script(*argv), methods=Recipe.parse(recipe).methods).check_exactness(
+        {}, "EQUIVALENT_MATH", 60.0
+    )
     assert check["passed"] and "in float64" in check["why"] and check["number"] < 1e-10
 
 
 def test_method_that_changes_the_training_is_not_exact():
     methods = Recipe.parse("gradient_centralization").methods
     for promised in ("BIT_EXACT", "EQUIVALENT_MATH"):
-        check = check_exactness(script("mnist.py"), {}, methods, promised, "cpu", 0, None)
+        check = ScriptTrial(script("mnist.py"), methods=methods).check_exactness({}, promised, 60.0)
         assert not check["passed"] and "differ" in check["why"]
 
 
 def test_lower_precision_is_judged_by_gradients():
-    check = check_exactness(script("words.py"), {}, {"bfloat16": {}}, "REDUCED_PRECISION", "cpu", 0, None)
+    check = ScriptTrial(script("words.py"), methods={"bfloat16": {}}).check_exactness({}, "REDUCED_PRECISION", 60.0)
     assert check["number"] is not None and "gradient" in check["why"]
 
 
@@ -283,14 +284,14 @@ def test_script_that_is_not_reproducible_gets_statistics_and_the_cause(tmp_path,
     text = (SCRIPTS / "tensors.py").read_text()
     line = text[: text.index("torch.manual_seed(1)")].count("\n") + 1
     ref = written(tmp_path, text.replace("torch.manual_seed(1)", seed))
-    check = check_exactness(ref, {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
+    check = ScriptTrial(ref, methods={"in_memory_batches": {}}).check_exactness({}, "BIT_EXACT", 60.0)
     assert check["statistics"] and f"not reproducible (train.py:{line} {cause}" in check["why"]
 
 
 def test_runs_of_a_check_start_together_and_end_with_it(monkeypatch):
     monkeypatch.setattr(exactness, "TOGETHER", 3)
     ref = script("tensors.py", "4")
-    runs = exactness._Runs(ref, "cpu", 0, None)
+    runs = exactness._Runs(ScriptTrial(ref))
     runs.expect([({}, 30, 0), ({}, 30, 1), ({"in_memory_batches": {}}, 30, 0), ({"fused_optimizer": {}}, 30, 0)])
     first = runs.run({}, keep=True)
     began = [process.directory for process in runs.begun.values()]
@@ -307,7 +308,7 @@ def test_script_that_two_processes_cannot_run_at_once_is_checked_run_by_run(tmp_
     exclusive = "import socket\nlock = socket.socket(socket.AF_UNIX)\n"
     exclusive += f"lock.bind(chr(0) + {f'hasten-test-{tmp_path}'!r})\n"
     ref = written(tmp_path, exclusive + (SCRIPTS / "tensors.py").read_text())
-    check = check_exactness(ref, {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
+    check = ScriptTrial(ref, methods={"in_memory_batches": {}}).check_exactness({}, "BIT_EXACT", 60.0)
     assert check["passed"] and not check["statistics"], check
 
 
@@ -316,7 +317,7 @@ def test_operation_that_is_not_deterministic_is_named(tmp_path):
     noise = "torch.zeros(3).put_(torch.tensor([0, 1]), torch.ones(2))\ntorch.manual_seed(1)\n"
     noise += "torch.rand(int.from_bytes(__import__('os').urandom(2), 'big'))"
     ref = written(tmp_path, text.replace("torch.manual_seed(1)", noise))
-    check = check_exactness(ref, {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)
+    check = ScriptTrial(ref, methods={"in_memory_batches": {}}).check_exactness({}, "BIT_EXACT", 60.0)
     assert "not reproducible (torch has no deterministic implementation of put_): two runs" in check["why"]
 
 
@@ -327,9 +328,9 @@ def test_formula_is_compared_in_float64_where_only_the_last_bits_do_not_repeat(t
     text = text.replace("torch.manual_seed(1)\n", f"torch.manual_seed(1)\n{noisy}")
     text = text.replace("(model(data), target)", "(noisy(model(data)), target)")
     ref = written(tmp_path, text)
-    exact = check_exactness(ref, {}, {"fused_optimizer": {}}, "EQUIVALENT_MATH", "cpu", 0, None)
+    exact = ScriptTrial(ref, methods={"fused_optimizer": {}}).check_exactness({}, "EQUIVALENT_MATH", 60.0)
     assert exact["passed"] and not exact["statistics"] and "in float64" in exact["why"], exact
-    assert check_exactness(ref, {}, {"in_memory_batches": {}}, "BIT_EXACT", "cpu", 0, None)["statistics"]
+    assert ScriptTrial(ref, methods={"in_memory_batches": {}}).check_exactness({}, "BIT_EXACT", 60.0)["statistics"]
 
 
 def test_evaluation_with_gradients_is_found_and_spared(tmp_path):

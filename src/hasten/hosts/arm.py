@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Self
 
 from hasten.benchmarking.fork_server import seconds_to_wait
 from hasten.core.errors import RunError
@@ -17,7 +17,7 @@ from hasten.core.progress import ProgressCallback, no_progress
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.memory import MemoryPeak
 from hasten.hosts.exactness import CHECK_RUNS, LATER_RUNS, seconds_of_check
-from hasten.hosts.inside.missing import missing_sites
+from hasten.hosts.inside.sites import missing_sites
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import changed_numbers, known_sites, remember
 from hasten.hosts.whole_run import seen_metric
@@ -37,12 +37,8 @@ def start_seconds(elapsed: float, ready: dict[str, Any], described: dict[str, An
     """Seconds from the start of a script to the end of its first step.
 
     Imports and data take as long under any recipe, but not to the clock of a busy machine; the C++ compiler of
-    torch.compile is another process.
-
-    Args:
-        elapsed: By the clock.
-        ready: The session's first message.
-        described: What it described then.
+    torch.compile is another process. ``elapsed`` is by the clock; ``ready`` is the session's first message, and
+    ``described`` what it described then.
     """
     seconds = min(elapsed, ready["process_cpu"] + described["compile_seconds"])
     return seconds + described["cached_compile_seconds"]
@@ -52,8 +48,8 @@ class OwnLoopError(RunError):
     """A measurement that needs hasten's own loop; the script has not been touched."""
 
 
-class ScriptArm:
-    """A script under a recipe, trained in blocks; its calls are those of ``Arm``. Times are in seconds.
+class ScriptWorker:
+    """An object in this process that is used like a worker, for a script under a recipe.
 
     Args:
         script: The command.
@@ -64,24 +60,19 @@ class ScriptArm:
         deadline: Time of ``time.monotonic`` at which it is killed.
     """
 
-    needs_one_process = True  # several would have to be suspended together
-
     def __init__(
         self,
         script: ScriptRef,
         *,
-        methods: dict[str, Any],
-        device: str,
-        seed: int,
+        methods: dict[str, Any] | None = None,
+        device: str = "cpu",
+        seed: int = 0,
         timeout: float | None = None,
         deadline: float | None = None,
     ):
-        self.script, self.methods, self.device, self.seed = script, methods, device, seed
+        self.script, self.methods, self.device, self.seed = script, methods or {}, device, seed
         self.timeout, self.deadline = timeout or (None if deadline else HANGING_S), deadline
         self.process: ScriptProcess | None = None
-        self.samples_per_step, self.position, self.steps = 1, 0, 0
-        self.total: int | None = None  # steps of the whole script, once one run of it has ended
-        self.has_ended = False
 
     def call(
         self,
@@ -106,6 +97,34 @@ class ScriptArm:
             raise
         finally:
             self.timeout, self.deadline = before
+
+    def suspend(self) -> None:
+        if self.process is not None:
+            self.process.suspend()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+
+
+class ScriptArm(ScriptWorker):
+    """A script under a recipe, trained in blocks; its calls are those of ``Arm``. Times are in seconds."""
+
+    needs_one_process = True  # several would have to be suspended together
+
+    def __init__(self, script: ScriptRef, **arguments: Any):
+        super().__init__(script, **arguments)
+        self.samples_per_step, self.position, self.steps = 1, 0, 0
+        self.total: int | None = None  # steps of the whole script, once one run of it has ended
+        self.has_ended = False
 
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:
         """Starts the script and warms it up. Returns the plan, see ``Arm.build``; a sample is a step if unknown."""
@@ -239,22 +258,6 @@ class ScriptArm:
         assert self.process is not None
         return self.process.ask(call, self.timeout, self.deadline, **arguments)
 
-    def suspend(self) -> None:
-        if self.process is not None:
-            self.process.suspend()
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-
-    def __enter__(self) -> ScriptArm:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process is not None:
-            self.process.close()
-            self.process = None
-
 
 class WatchedArm(ScriptArm):
     """The first steps of a script, of which the watched run has shown enough to start it no second time."""
@@ -320,7 +323,7 @@ class ScriptProbe(ScriptArm):
     def block(self, count: int, disabled: str | None = None) -> dict[str, Any]:
         """A block; RunError if a phase shall be disabled, which only the engine's loop can do."""
         if disabled is not None:
-            self._not_in_a_script()
+            raise OwnLoopError(f"{self.script.name} owns its training loop")
         return self.train(count)
 
     def facts(self) -> list[str]:
@@ -344,10 +347,7 @@ class ScriptProbe(ScriptArm):
         return self.seen
 
     def flops(self, dtype: str) -> dict[str, Any]:
-        self._not_in_a_script()
+        raise OwnLoopError(f"{self.script.name} owns its training loop")
 
     def input(self, budget: float) -> dict[str, Any]:
         raise OwnLoopError("the loaders of a script are timed within its steps only: see the share of input above")
-
-    def _not_in_a_script(self) -> NoReturn:
-        raise OwnLoopError(f"{self.script.name} owns its training loop")

@@ -188,10 +188,8 @@ def _enter_copy(cwd: str, layer: str, command: list[str]) -> list[str]:
     copy = os.path.join(layer, os.path.basename(cwd))
 
     def skip_special_files(directory: str, names: list[str]) -> list[str]:
-        modes = {name: os.lstat(os.path.join(directory, name)).st_mode for name in names}
-        return [
-            name for name, mode in modes.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
-        ]
+        types = {name: stat.S_IFMT(os.lstat(os.path.join(directory, name)).st_mode) for name in names}
+        return [name for name, kind in types.items() if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)]
 
     shutil.copytree(cwd, copy, symlinks=True, ignore=skip_special_files)
     for directory, directories, files in os.walk(copy):

@@ -46,7 +46,7 @@ from hasten.hosts.process import OUTPUT_BYTES, ScriptProcess
 from hasten.hosts.site_map import changed_numbers, device_of, known_sites
 
 if TYPE_CHECKING:
-    from hasten.hosts.script_ref import ScriptRef
+    from hasten.hosts.arm import ScriptWorker
 
 GRADIENT_STEPS = 5
 CHECK_RUNS = 4  # of a first check: two of the script as it is, one of each recipe
@@ -131,32 +131,20 @@ class ScriptRun:
     gradients: Weights
 
 
-def check_exactness(
-    script: ScriptRef,
-    base: dict[str, Any],
-    candidate: dict[str, Any],
-    exactness: str,
-    device: str,
-    seed: int,
-    deadline: float | None,
-) -> dict[str, Any]:
+def check_exactness(trial: ScriptWorker, base: dict[str, Any], exactness: str) -> dict[str, Any]:
     """Compares the first steps of a script under two recipes, as the exactness class requires.
 
     Args:
-        script: The script.
+        trial: The script, and the methods of the recipe to check; its device, seed and deadline.
         base: Methods of the recipe to compare with: options by name of the method.
-        candidate: Methods of the recipe to check, in the same form.
         exactness: Name of the exactness class, such as "BIT_EXACT".
-        device: Name of the device, such as "cpu" or "cuda".
-        seed: Seed of all random numbers.
-        deadline: Time of ``time.monotonic``; None: no limit.
 
     Returns:
         ``passed``, ``number`` and ``why`` as ``ExactnessCheck`` has them, and ``statistics``: True if the script is
         not reproducible, so that nothing is proven.
     """
-    runs = _Runs(script, device, seed, deadline)
-    runs.expect(_EXPECTED[exactness](runs, base, candidate))
+    runs, candidate = _Runs(trial), trial.methods
+    runs.expect(_first_runs(runs, base, candidate, exactness))
     try:
         if exactness in (Exactness.BIT_EXACT.name, Exactness.EQUIVALENT_MATH.name) and not runs.is_reproducible():
             # in float64 the last bits, which do not repeat, are far below the limit
@@ -199,9 +187,9 @@ class _Runs:
     made: dict[_Key, ScriptRun] = {}  # of recipes that were a base
     double_fails: dict[str, str] = {}  # script -> why it cannot run in float64
 
-    def __init__(self, script: ScriptRef, device: str, seed: int, deadline: float | None):
-        self.script, self.device, self.seed, self.deadline = script, device, seed, deadline
-        self.key = script.fingerprint()
+    def __init__(self, trial: ScriptWorker):
+        self.script, self.device, self.seed, self.deadline = trial.script, trial.device, trial.seed, trial.deadline
+        self.key = self.script.fingerprint()
         self.tested_in_double: dict[str, Any] | None = None  # methods of the run that shows whether float64 is possible
         self.expected, self.begun = dict[_Key, dict[str, Any]](), dict[_Key, ScriptProcess]()
 
@@ -312,7 +300,7 @@ class _Runs:
         return ScriptRun(found["steps"], found["hash"], described["arguments"], seeds, alerts, weights, gradients)
 
 
-def _result(passed: bool, number: float, why: str, statistics: bool = False) -> dict[str, Any]:
+def _result(passed: bool, number: float, why: str, *, statistics: bool = False) -> dict[str, Any]:
     return {"passed": passed, "number": number if math.isfinite(number) else None, "why": why, "statistics": statistics}
 
 
@@ -321,7 +309,7 @@ def _judge_bit_exact(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any
     if a.steps == b.steps and a.hash == b.hash:
         why = f"all {len(a.weights)} weights are identical to the bit after {a.steps} steps, as the script's own are"
         return _result(True, 0, why)
-    different = [name for name in a.weights if not _same(a.weights[name], b.weights.get(name))]
+    different = [name for name, one in a.weights.items() if name not in b.weights or not one.equal(b.weights[name])]
     return _result(False, len(different), f"{len(different)} of {len(a.weights)} weights differ after {b.steps} steps")
 
 
@@ -358,9 +346,8 @@ def _judge_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any
     if both is not None and (movement := _difference(both[0].weights, both[1].weights)) >= MAX_DIFFERENCE:
         why = f"it does more than round: in float64 the weights differ by {movement:.1e} after {both[1].steps} steps"
         return _result(False, movement, why)
-    return _result(
-        True, worst, f"every gradient of the first step is at least {worst:.1f} dB above its error against {against}"
-    )
+    why = f"every gradient of the first step is at least {worst:.1f} dB above its error against {against}"
+    return _result(True, worst, why)
 
 
 def _judge_changes(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
@@ -415,40 +402,29 @@ def _seed_that_differs(first: ScriptRun, second: ScriptRun) -> str:
     return ""
 
 
-def _expect_bit_exact(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> list[_Wanted]:
-    return [({}, STEPS, 0), ({}, STEPS, 1), (base, STEPS, 0), (candidate, STEPS, 0)]
+def _first_runs(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any], exactness: str) -> list[_Wanted]:
+    """The runs that a check of the class begins with."""
+    both, own = (base, candidate), [({}, STEPS, 0), ({}, STEPS, 1)]
+    can_double = runs.key not in runs.double_fails
+    if exactness == Exactness.REDUCED_PRECISION.name:
+        in_double = [({**methods, **DOUBLE}, GRADIENT_STEPS, 0) for methods in both]
+        clean = in_double if can_double else [({**base, **SINGLE}, GRADIENT_STEPS, 0)]
+        return [*clean, ({**candidate, **SINGLE}, GRADIENT_STEPS, 0)]
+    if exactness == Exactness.EQUIVALENT_MATH.name and can_double:
+        return [*own, *(({**methods, **DOUBLE}, STEPS, 0) for methods in both)]
+    plain = [(methods, STEPS, 0) for methods in both]
+    if exactness == Exactness.CHANGES_TRAINING.name:
+        return plain
+    rounded = [({**base, **ROUNDED}, STEPS, 0)] if exactness == Exactness.EQUIVALENT_MATH.name else []
+    return [*own, *plain, *rounded]
 
 
-def _expect_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> list[_Wanted]:
-    if runs.key in runs.double_fails:
-        return [*_expect_bit_exact(runs, base, candidate), ({**base, **ROUNDED}, STEPS, 0)]
-    both = [({**methods, **DOUBLE}, STEPS, 0) for methods in (base, candidate)]
-    return [({}, STEPS, 0), ({}, STEPS, 1), *both]
-
-
-def _expect_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> list[_Wanted]:
-    single = ({**candidate, **SINGLE}, GRADIENT_STEPS, 0)
-    if runs.key in runs.double_fails:
-        return [({**base, **SINGLE}, GRADIENT_STEPS, 0), single]
-    return [*(({**methods, **DOUBLE}, GRADIENT_STEPS, 0) for methods in (base, candidate)), single]
-
-
-_EXPECTED = {  # the runs that a check of the class begins with
-    Exactness.BIT_EXACT.name: _expect_bit_exact,
-    Exactness.EQUIVALENT_MATH.name: _expect_equivalent,
-    Exactness.REDUCED_PRECISION.name: _expect_precision,
-    Exactness.CHANGES_TRAINING.name: lambda runs, base, candidate: [(base, STEPS, 0), (candidate, STEPS, 0)],
-}
 _CHECKS = {
     Exactness.BIT_EXACT.name: _judge_bit_exact,
     Exactness.EQUIVALENT_MATH.name: _judge_equivalent,
     Exactness.REDUCED_PRECISION.name: _judge_precision,
     Exactness.CHANGES_TRAINING.name: _judge_changes,
 }
-
-
-def _same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
-    return b is not None and torch.equal(a, b)
 
 
 def _difference(a: Weights, b: Weights) -> float:

@@ -19,13 +19,8 @@ from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.site_map import is_checked, read_beside
 from hasten.utils.signals import handle_signals
 
-FORWARDED = (  # a scheduler sends them to the process that it started, for a checkpoint before its time is over
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+# a scheduler sends them to the process that it started, for a checkpoint before its time is over
+FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def check_train(
@@ -91,15 +86,14 @@ def train_script(script: ScriptRef, recipe: Recipe, device: str, sites: dict[str
     with tempfile.TemporaryDirectory(prefix="hasten-") as directory:
         write_spec(Path(directory), script, recipe.methods, device, None, sites, mode="train")
         environment = injected(script.environment, Path(directory))  # without a recipe too: see frameworks/pyg.py
-        with (
-            subprocess.Popen(script.argv_under(recipe.methods), cwd=script.directory, env=environment) as process,
-            # the terminal sends Ctrl-C to both: the script decides, and its code counts
-            handle_signals(
-                (signal.SIGINT, *FORWARDED),
-                lambda number, _: number != signal.SIGINT and process.send_signal(number),
-            ),
-        ):
-            code = process.wait()
+        with subprocess.Popen(script.argv_under(recipe.methods), cwd=script.directory, env=environment) as process:
+
+            def forward(number: int, _: Any) -> None:
+                if number != signal.SIGINT:  # the terminal sends Ctrl-C to both: the script decides, its code counts
+                    process.send_signal(number)
+
+            with handle_signals((signal.SIGINT, *FORWARDED), forward):
+                code = process.wait()
         if recipe and (why := _why_unused(Path(directory))):
             warnings.warn(f"the recipe had no effect: the command {why}", HastenWarning, stacklevel=2)
     return code if code >= 0 else 128 - code

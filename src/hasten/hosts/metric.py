@@ -9,35 +9,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hasten.core.errors import ConfigurationError, suggest
-from hasten.hosts.metric_lines import Line, Series, series_of
+from hasten.hosts.metric_lines import Series
 from hasten.hosts.metric_names import meaning_of, phase_of, words_of
 
 MAX_CANDIDATES = 5
+HELD_OUT = ("validation", "test", "evaluation")  # phases
 
 
-@dataclass(frozen=True)
-class Found:
-    """The metric of a script.
+@dataclass
+class Found(Series):
+    """The metric of a script; ``direction`` is "min" or "max"."""
 
-    Attributes:
-        name: As printed, with the word for the held-out data.
-        direction: "min" or "max".
-        seconds: When each value was printed or logged.
-        values: The values; a percentage is between 0 and 1.
-        resolution: The smallest step that the values can show; no margin may be smaller.
-        example: The line of the last value; empty if it was logged.
-    """
-
-    name: str
-    direction: str
-    seconds: tuple[float, ...]
-    values: tuple[float, ...]
-    resolution: float
-    example: str = ""
-
-    def __str__(self) -> str:
-        better = "higher" if self.direction == "max" else "lower"
-        return f"metric: {self.name} ({better} is better; {len(self.values)} values, last {self.values[-1]:g})"
+    direction: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,24 +31,8 @@ class Ambiguous:
     candidates: tuple[Series, ...]
 
 
-def find_metric(lines: Iterable[Line]) -> Found | Ambiguous | None:
-    """The metric in the output of a training.
-
-    Args:
-        lines: (seconds, text, whether the model was in evaluation mode) of each printed line.
-
-    Returns:
-        The metric; or several candidates, of which the user must choose; or None if no number looks like a metric.
-    """
-    return choose_metric(series_of(lines))
-
-
 def series_of_logged(records: Iterable[tuple[float, str, float, bool]]) -> list[Series]:
-    """The series that a script passed to a tracker.
-
-    Args:
-        records: (seconds, name, value, whether the model was in evaluation mode) of each number.
-    """
+    """The series of numbers that a script passed to a tracker: seconds, name, value, whether in evaluation mode."""
     series: dict[str, Series] = {}
     training = set[str]()  # names that were logged in training mode
     for seconds, name, value, evaluating in records:
@@ -81,23 +48,27 @@ def series_of_logged(records: Iterable[tuple[float, str, float, bool]]) -> list[
 
 
 def choose_metric(series: Sequence[Series]) -> Found | Ambiguous | None:
-    """The metric among series: on held-out data, with a known direction, and better than all others by ``_rank``."""
+    """The metric among series: on held-out data, with a known direction, and better than all others by ``_rank``.
+
+    Returns:
+        The metric; or several candidates, of which the user must choose; or None if no number looks like a metric.
+    """
     series = [one for one in series if _may_be_metric(one)]
     start = min((one.seconds[0] for one in series if len(one.values) > 1), default=math.inf)
     # A number that was printed once, and before all series, is an option of the script: "val_loss_weight=0.5".
-    held_out = [one for one in series if _is_held_out(one) and (len(one.values) > 1 or one.seconds[0] > start)]
+    held_out = [one for one in series if one.phase in HELD_OUT and (len(one.values) > 1 or one.seconds[0] > start)]
     good = [one for one in held_out if meaning_of(one.name).direction and _is_plausible(one)]
     if good:
         ranked = sorted(good, key=lambda one: (_rank(one), _evidence(one)), reverse=True)
         rivals = [one for one in ranked if _rank(one) == _rank(ranked[0])]
         if len({meaning_of(one.name).identity for one in rivals}) == 1:
-            return _found(ranked[0], meaning_of(ranked[0].name).direction)
+            return Found(**vars(ranked[0]), direction=meaning_of(ranked[0].name).direction)
         return Ambiguous("several metrics of held-out data are equally likely", _distinct(rivals))
     if held_out:
         return Ambiguous("it is not known whether higher or lower is better", _distinct(held_out))
     named = [one for one in series if meaning_of(one.name).direction and _is_plausible(one)]
     if named:
-        named.sort(key=lambda one: (_is_held_out(one), meaning_of(one.name).kind, len(one.values)), reverse=True)
+        named.sort(key=lambda one: (one.phase in HELD_OUT, meaning_of(one.name).kind, len(one.values)), reverse=True)
         return Ambiguous("no value is known to be measured on held-out data", _distinct(named))
     return None
 
@@ -123,7 +94,7 @@ def select_metric(series: Sequence[Series], request: str) -> Found:
     direction = direction or meaning_of(matches[0].name).direction
     if not direction:
         raise question(Ambiguous("it is not known whether higher or lower is better", (matches[0],)))
-    return _found(matches[0], direction)
+    return Found(**vars(matches[0]), direction=direction)
 
 
 def parse_request(request: str) -> tuple[str, str]:
@@ -149,20 +120,10 @@ def question(ambiguous: Ambiguous) -> ConfigurationError:
     choices: list[str] = []
     for one in ambiguous.candidates[:MAX_CANDIDATES]:
         direction = meaning_of(one.name).direction or "min|max"
-        values = ", ".join(f"{value:.4g}" for value in _three(one.values))
+        shown = sorted({0, len(one.values) // 2, len(one.values) - 1})
+        values = ", ".join(f"{one.values[i]:.4g}" for i in shown)
         choices.append(f'--metric "{one.name}:{direction}" ({values})')
     return ConfigurationError(f"cannot choose the metric: {ambiguous.reason}; pass {' or '.join(choices)}")
-
-
-def _found(series: Series, direction: str) -> Found:
-    return Found(
-        name=series.name,
-        direction=direction,
-        seconds=tuple(series.seconds),
-        values=tuple(series.values),
-        resolution=series.resolution,
-        example=series.example,
-    )
 
 
 def _may_be_metric(series: Series) -> bool:
@@ -170,10 +131,6 @@ def _may_be_metric(series: Series) -> bool:
     meaning = meaning_of(series.name)
     constant = len(series.values) > 2 and len(set(series.values)) == 1
     return not (meaning.derived or meaning.beside or constant)
-
-
-def _is_held_out(series: Series) -> bool:
-    return series.phase in ("validation", "test", "evaluation")
 
 
 def _is_plausible(series: Series) -> bool:
@@ -195,11 +152,7 @@ def _evidence(series: Series) -> tuple[int, ...]:
 
 def _distinct(series: Sequence[Series]) -> tuple[Series, ...]:
     """The first series of each name."""
-    return tuple(
-        {one.name: one for one in reversed(series)}[name] for name in dict.fromkeys(one.name for one in series)
-    )
-
-
-def _three(values: Sequence[float]) -> list[float]:
-    """The first, the middle and the last of the values."""
-    return [values[i] for i in sorted({0, len(values) // 2, len(values) - 1})]
+    first: dict[str, Series] = {}
+    for one in series:
+        first.setdefault(one.name, one)
+    return tuple(first.values())

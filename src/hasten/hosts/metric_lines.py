@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import lru_cache
 from itertools import pairwise
 
@@ -48,7 +49,6 @@ class Series:
         phase: "validation", "test", "train", "evaluation" (the model was in evaluation mode), or "".
         inherited: The phase is that of a heading, or of the line before.
         in_progress: The line shows the progress through a dataset; values are those at its end.
-        example: The line of the last value.
     """
 
     name: str
@@ -58,7 +58,6 @@ class Series:
     resolution: float = 0.0
     inherited: bool = False
     in_progress: bool = False
-    example: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,27 +89,21 @@ class _Entry:
 
 def series_of(lines: Iterable[Line]) -> list[Series]:
     """All named series in the output of a training, in the order of their first line."""
-    groups: dict[str, list[_Entry]] = defaultdict(list)
+    groups = defaultdict[tuple[int, str], list[_Entry]](list)  # by number: its index in the line, and its template
     for entry in _entries(lines):
-        for number in entry.numbers:
-            groups[number.template].append(entry)
-    found = [_series_of(template, part) for template, entries in groups.items() for part in _by_mode(template, entries)]
+        for index, number in enumerate(entry.numbers):
+            groups[index, number.template].append(entry)
+    found = [_series_of(index, part) for (index, _), entries in groups.items() for part in _by_mode(index, entries)]
     return [series for series in found if series is not None]
 
 
-def _by_mode(template: str, entries: list[_Entry]) -> list[list[_Entry]]:
+def _by_mode(index: int, entries: list[_Entry]) -> list[list[_Entry]]:
     """Splits lines that training and evaluation print alike, without a word for the data, by the model's mode."""
     modes = {entry.evaluating for entry in entries}
-    index = _index_of(template, entries)
     if len(modes) == 1 or any(entry.numbers[index].phase for entry in entries):
         return [entries]
     split = ([entry for entry in entries if entry.evaluating is mode] for mode in (False, True))
     return [[replace(entry, mode_is_certain=True) for entry in part] for part in split]
-
-
-def _index_of(template: str, entries: list[_Entry]) -> int:
-    """Which number of the lines the template ends with."""
-    return next(i for i, number in enumerate(entries[0].numbers) if number.template == template)
 
 
 def _entries(lines: Iterable[Line]) -> Iterator[_Entry]:
@@ -183,10 +176,8 @@ def _number(match: re.Match[str], template: str, name: str, phase: str, average:
 
 def _last_digit(text: str) -> float:
     """The value of one in the last printed digit: 0.01 of "3.14", 1e-7 of "1.25e-05"; 0 of nan and inf."""
-    mantissa, _, exponent = text.lower().partition("e")
-    if not mantissa.strip("+-")[:1].isdigit() and not mantissa.strip("+-").startswith("."):
-        return 0.0
-    return float(f"1e{int(exponent or 0) - len(mantissa.partition('.')[2])}")
+    exponent = Decimal(text).as_tuple().exponent
+    return float(f"1e{exponent}") if isinstance(exponent, int) else 0.0
 
 
 @lru_cache(maxsize=10_000)
@@ -219,9 +210,8 @@ def _named_by_columns(text: str, header: str, numbers: tuple[_Number, ...]) -> t
     return tuple(named)
 
 
-def _series_of(template: str, entries: list[_Entry]) -> Series | None:
-    """The series of the last number of a template; None if it is no metric."""
-    index = _index_of(template, entries)
+def _series_of(index: int, entries: list[_Entry]) -> Series | None:
+    """The series of one number of lines alike; None if it is no metric."""
     ends = _ends_of_progress(entries, index)
     column = [entry.numbers[index] for entry in ends]
     number = column[-1]
@@ -238,7 +228,6 @@ def _series_of(template: str, entries: list[_Entry]) -> Series | None:
         resolution=min((one.step for one in column if math.isfinite(one.value)), default=0.0),
         inherited=inherited,
         in_progress=len(ends) < len(entries),
-        example=ends[-1].text.strip(),
     )
 
 

@@ -300,16 +300,8 @@ def write_spec(
     sites: dict[str, Any] | None,
     mode: str,
 ) -> None:
-    """Writes what ``hosts.inside.session`` reads.
-
-    Args:
-        directory: The directory of the session, where the file is written.
-        script: The script.
-        methods: Methods of the recipe: options by name of the method.
-        device: Name of the device to assume where ``sites`` does not have it, such as "cpu" or "cuda".
-        seed: Seed of all random numbers; None: those of the script.
-        sites: The site map of an earlier run; None: there is none.
-        mode: "trial", or "train" for a training for real.
+    """Writes what ``hosts.inside.session`` reads to its directory; the arguments are those of ``ScriptProcess``, and
+    ``mode`` is "trial", or "train" for a training for real.
     """
     spec = {
         "name": Path(script.file).name if script.file else script.name,

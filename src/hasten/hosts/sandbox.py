@@ -76,7 +76,6 @@ class Sandbox:
         directory: Temporary directory of this sandbox, which they do not cover. It is removed at the end.
         shared: Directories below these that are no part of them: caches of compiled code, which all trials share.
         isolation: "overlay", or "copy" with the limits that the module's docstring states.
-        obstacle: Why an overlay is not possible; empty if it is.
     """
 
     cwd: str
@@ -84,7 +83,6 @@ class Sandbox:
     directory: Path
     shared: tuple[str, ...] = ()
     isolation: str = "overlay"
-    obstacle: str = ""
 
     @staticmethod
     @contextmanager
@@ -132,12 +130,9 @@ class Sandbox:
 
 def writable_places() -> list[str]:
     """The directories that programs write to: all at the top of the file system but those of the system, and a few."""
-    with os.scandir("/") as entries:
-        found = [
-            entry.path
-            for entry in entries
-            if entry.name not in OF_THE_SYSTEM.split() and entry.is_dir(follow_symlinks=False)
-        ]
+    found = [
+        f"/{name}" for name in os.listdir("/") if name not in OF_THE_SYSTEM.split() and not os.path.islink(f"/{name}")
+    ]
     found += map(os.path.realpath, (os.path.expanduser("~"), VAR_TMP, SHARED_MEMORY))  # below those of the system
     return sorted(path for path in found if os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) and path != "/")
 
@@ -156,7 +151,7 @@ def _isolate(cwd: str, directory: Path, places: Sequence[str]) -> Sandbox:
     box, covered = over([]), list[str]()
     if reason := _overlay_obstacle(box):
         _check_copy_is_possible(cwd, reason)
-        box = replace(box, isolation="copy", obstacle=reason)
+        box = replace(box, isolation="copy")
     else:
         for place in places:
             if not _overlay_obstacle(over([*covered, place])):
@@ -194,18 +189,14 @@ def _outermost(directories: list[str]) -> tuple[str, ...]:
     """The directories that lie in no other of them, in order; those of devices and of the kernel are left out."""
     outer: list[str] = []
     for directory in sorted(set(directories)):
-        never = () if _contains(SHARED_MEMORY, directory) else NEVER_OVERLAID
-        if not any(_contains(parent, directory) for parent in (*outer, *never)):
+        never = () if _covers([SHARED_MEMORY], directory) else NEVER_OVERLAID
+        if not _covers([*outer, *never], directory):
             outer.append(directory)
     return tuple(outer)
 
 
-def _covers(directories: tuple[str, ...], path: str) -> bool:
-    return any(_contains(directory, path) for directory in directories)
-
-
-def _contains(parent: str, path: str) -> bool:
-    return path == parent or path.startswith(parent.rstrip("/") + "/")
+def _covers(directories: Sequence[str], path: str) -> bool:
+    return any(Path(path).is_relative_to(directory) for directory in directories)
 
 
 def _base_outside(directories: tuple[str, ...]) -> str:
@@ -270,11 +261,9 @@ def _overlay_obstacle(box: Sandbox) -> str:
         probe = subprocess.run(box.wrap(["true"]), capture_output=True, text=True, cwd="/", timeout=PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return f"an overlay took longer than {PROBE_TIMEOUT_S:.0f} s"
-    return (
-        ""
-        if probe.returncode == 0
-        else probe.stderr.strip().removeprefix("hasten: ") or f"exit code {probe.returncode}"
-    )
+    if probe.returncode == 0:
+        return ""
+    return probe.stderr.strip().removeprefix("hasten: ") or f"exit code {probe.returncode}"
 
 
 def _check_copy_is_possible(cwd: str, obstacle: str) -> None:

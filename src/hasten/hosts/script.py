@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hasten.core.errors import ConfigurationError
-from hasten.hosts import call_function
 from hasten.hosts.inside_files import SESSION
 from hasten.hosts.script_ref import ScriptRef
 
@@ -46,7 +45,8 @@ def script(
     if SESSION in os.environ:
         raise ConfigurationError("the training itself calls hasten.script; call it under if __name__ == '__main__':")
     name, root, file = _place(training)
-    argv = [sys.executable, "-m", call_function.__name__, f"{name}:{training.__qualname__}"]
+    function = training.__qualname__
+    argv = [sys.executable, "-c", f"from {name} import {function}; {function}()"]
     ref = ScriptRef.of_command(argv, metric, vary=vary)
     path = os.pathsep.join(filter(None, [str(root), ref.environment.get("PYTHONPATH")]))
     return replace(ref, name=training.__name__, file=str(file), environment={**ref.environment, "PYTHONPATH": path})

@@ -16,28 +16,21 @@ from typing import Any, NoReturn
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method, hooks_of
 from hasten.core.recipe import Recipe
-from hasten.core.task import Task
 from hasten.engine.registry import method_class, takes_any_option
 from hasten.engine.tasks import TaskRef
 from hasten.hosts import site_map
-from hasten.hosts.host import SCRIPT, check_supported
+from hasten.hosts.host import check_supported
 from hasten.utils.typed_arguments import name_of_argument, typed_numbers, with_typed
 
 IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site"}  # flags that keep hasten out
 WITH_VALUE = "mcWX"  # one-letter options of Python that take the next argument
 MAX_FILES, MAX_BYTES = 2000, 1 << 20  # files that the fingerprint covers, and the size of each
 WRITTEN = ("runs", "node_modules", "__pycache__", "wandb", "mlruns", "outputs", "multirun", "lightning_logs", "logs")
-MADE_IN = (
-    ("pyvenv.cfg",),
-    ("trials.jsonl", "lock"),
-    ("environment.json", "log.jsonl"),
-)  # an environment, a search, a run
+# files of an environment, a search, a run
+MADE_IN = (("pyvenv.cfg",), ("trials.jsonl", "lock"), ("environment.json", "log.jsonl"))
 CODE = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")  # and configuration, which decides what code does
-OURS = {
-    "PYTHONWARNINGS": "ignore",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TORCH_LOGS": "-all",
-}  # set by hasten's command line, not by the user
+# set by hasten's command line, not by the user
+OURS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_LOGS": "-all"}
 
 
 @dataclass(frozen=True)
@@ -77,12 +70,11 @@ class ScriptRef(TaskRef):
         directory = os.path.abspath(directory or os.getcwd())
         environment = {name: value for name, value in os.environ.items() if OURS.get(name) != value}
         command = shutil.which(argv[0], path=environment.get("PATH")) if os.sep not in argv[0] else argv[0]
+        hint = f"; write python {argv[0]}" if argv[0].endswith(".py") else ""
         if command is None or not os.path.exists(os.path.join(directory, command)):
-            hint = f"; write python {argv[0]}" if argv[0].endswith(".py") else ""
             raise ConfigurationError(f"there is no command {argv[0]}{hint}")
         path = os.path.join(directory, command)
         if not os.access(path, os.X_OK) or os.path.isdir(path):
-            hint = f"; write python {argv[0]}" if argv[0].endswith(".py") else ""
             raise ConfigurationError(f"{argv[0]} is not executable{hint}")
         script = _script_of(argv, directory) if _is_python(argv[0]) else _script_among(argv[1:], directory)
         name = re.sub(r"\.(py|sh)$", "", os.path.basename(script or argv[0]))
@@ -90,15 +82,12 @@ class ScriptRef(TaskRef):
         names = tuple(map(name_of_argument, vary or ()))
         return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric, names)
 
-    def load(self) -> Task:
+    def load(self) -> NoReturn:
         """A script is no Task: it runs its own loop."""
-        self._refuse_task()
+        self.function()
 
-    def function(self) -> Any:
+    def function(self) -> NoReturn:
         """A script is no function that returns a task."""
-        self._refuse_task()
-
-    def _refuse_task(self) -> NoReturn:
         raise ConfigurationError(f"{self.command} is a command, and this needs a task: a workload or file.py:function")
 
     @property
@@ -112,20 +101,11 @@ class ScriptRef(TaskRef):
         Arguments that the script parses without them being in the command are replaced there; see ``script_arguments``.
         """
         typed = typed_numbers(self.argv).keys()
-        named = {
-            name: options for name, options in methods.items() if typed & options.keys()
-        }  # the others import nothing
-        values = [options for name, options in named.items() if takes_any_option(method_class(name))]
-        return with_typed(self.argv, {name: value for one in values for name, value in one.items()})
-
-    def to_json(self) -> str:
-        fields = {"name": self.name, "file": self.file, "argv": self.argv, "directory": self.directory}
-        return json.dumps(fields | {"environment": dict(self.environment), "metric": self.metric, "vary": self.vary})
-
-    @staticmethod
-    def from_json(text: str) -> ScriptRef:
-        fields = json.loads(text)
-        return ScriptRef(**(fields | {name: tuple(fields[name]) for name in ("argv", "vary")}))
+        values: dict[str, Any] = {}
+        for name, options in methods.items():
+            if typed & options.keys() and takes_any_option(method_class(name)):  # the others import nothing
+                values |= options
+        return with_typed(self.argv, values)
 
     def fingerprint(self) -> str:
         """A hash of the command, of files that it names, and of code and configuration below the script's directory."""
@@ -140,7 +120,7 @@ class ScriptRef(TaskRef):
     def check_methods(self, methods: Sequence[Method]) -> None:
         """Refuses a method that needs what a script cannot offer, or did not in its first run; ConfigurationError."""
         name = Path(self.file).name if self.file else self.name
-        check_supported(SCRIPT, methods, name)
+        check_supported(methods, name)
         known = site_map.known_sites(self) or {}
         of_torch = [one for one in known.get("optimizers", ()) if one.get("made_by") != "keras"]
         if known.get("watched_steps") and not of_torch:

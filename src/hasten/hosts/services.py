@@ -7,8 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, suggest
-from hasten.core.progress import ProgressCallback, no_progress
-from hasten.hosts.arm import HANGING_S, ScriptArm, ScriptProbe, WatchedArm, start_seconds
+from hasten.hosts.arm import HANGING_S, ScriptArm, ScriptProbe, ScriptWorker, WatchedArm, start_seconds
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import remember
@@ -27,33 +26,7 @@ ENOUGH_BLOCKS = 3  # of the watched run, that an estimate rests on
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 
 
-class InProcessWorker:
-    """An object in this process that is used like a worker."""
-
-    def __init__(self, script: ScriptRef, *, timeout: float | None = None, deadline: float | None = None):
-        self.script, self.deadline = script, deadline
-
-    def call(
-        self,
-        method: str,
-        *,
-        timeout: float | None = None,
-        deadline: float | None = None,
-        on_progress: ProgressCallback = no_progress,
-        **arguments: Any,
-    ) -> Any:
-        """Calls a method, as ``Worker.call`` does; only the deadline limits it, since a script is silent for long."""
-        self.deadline = self.deadline if deadline is None else deadline
-        return getattr(self, method)(**arguments)
-
-    def __enter__(self) -> InProcessWorker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class ScriptDescription(InProcessWorker):
+class ScriptDescription(ScriptWorker):
     """Watches the first run of a script, without any method."""
 
     def facts(self, processes: int) -> dict[str, Any]:
@@ -76,12 +49,8 @@ class ScriptDescription(InProcessWorker):
         }
 
 
-class ScriptTrial(InProcessWorker):
+class ScriptTrial(ScriptWorker):
     """A trial of a script under a recipe."""
-
-    def __init__(self, script: ScriptRef, *, methods: dict[str, Any], device: str, seed: int, **limits: Any):
-        super().__init__(script, **limits)
-        self.methods, self.device, self.seed = methods, device, seed
 
     def run(
         self, target: float | None = None, time_limit: float | None = None, race: str = "", horizon: float = 1.0
@@ -92,11 +61,11 @@ class ScriptTrial(InProcessWorker):
         """
         if horizon < 1:
             raise RunError(f"{self.script.name} owns its training loop, which cannot be shortened")
-        return run_to_end(self.script, self.methods, self.device, self.seed, self.deadline, target, time_limit)
+        return run_to_end(self, target, time_limit)
 
     def check_exactness(self, base: dict[str, Any], exactness: str, seconds: float) -> dict[str, Any]:
         """Checks what the exactness class promises, against the methods ``base``; see ``hosts/exactness.py``."""
-        return check_exactness(self.script, base, self.methods, exactness, self.device, self.seed, self.deadline)
+        return check_exactness(self, base, exactness)
 
 
 def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, Any]:
@@ -113,7 +82,8 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         process.check_one_process()
         early = process.ask("describe", None, deadline)  # while the loaders exist
         start = start_seconds(elapsed, answer, early)
-        memory = {name: process.ask(name, None, deadline) for name in ("memory", "host_memory")}
+        memory = process.ask("memory", None, deadline)
+        host_memory = process.ask("memory", None, deadline, of_host=True)
         watched = WHOLE_RUN_SHARE * left if script.vary or script.metric else min(WATCH_S, WATCH_SHARE * left)
         began, chunks = time.monotonic(), process.train_in_chunks(deadline)
         has_come, look = script.metric is None, began + FIRST_METRIC_CHECK_S
@@ -132,7 +102,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
             has_come = has_named_metric(script, process, described, enough=1)
         described |= {"watched_seconds": time.monotonic() - began, "watched_steps": answer["steps"]}
         described["metric_has_come"] = has_come
-        described |= {**memory, "first_steps": _first_steps(start, blocks)}
+        described |= {"memory": memory, "host_memory": host_memory, "first_steps": _first_steps(start, blocks)}
         described["facts"] = sorted({*described["facts"], *early["facts"]})
         described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
         described["total_steps"] = answer["steps"] if answer.get("ended") else None

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 FILE = "sites.json"  # beside the recipe that was found with it
 KINDS = ("loaders", "optimizers", "models", "evaluations", "seeds", "framework_arguments", "threads")
+OF_A_RUN = (
+    *("device", "main", "arguments", "facts", "memory", "host_memory", "samples_per_step", "first_steps"),
+    *("total_steps", "expected_steps", "watched_steps", "watched_seconds", "evaluation_every", "evaluation_seconds"),
+    *("metric", "metric_has_come"),
+)
 
 _known: dict[str, dict[str, Any]] = {}  # by fingerprint of the script
 _hidden: dict[str, list[str]] = {}  # the same: paths of checkpoints, without which its trials start
@@ -35,24 +40,7 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
     for kind in KINDS:
         sites = {entry["site"] for entry in site_map[kind]}
         site_map[kind] = site_map[kind] + [entry for entry in before.get(kind, ()) if entry["site"] not in sites]
-    for name in (
-        "device",
-        "evaluation_every",
-        "evaluation_seconds",
-        "total_steps",
-        "facts",
-        "samples_per_step",
-        "metric",
-        "arguments",
-        "expected_steps",
-        "watched_seconds",
-        "watched_steps",
-        "metric_has_come",
-        "main",
-        "memory",
-        "host_memory",
-        "first_steps",
-    ):
+    for name in OF_A_RUN:
         value = described.get(name)
         site_map[name] = before.get(name) if value is None else value
     _known[script.fingerprint()] = site_map
@@ -95,12 +83,10 @@ def hide_checkpoints(script: ScriptRef, paths: Sequence[str]) -> list[str]:
 def write(directory: Path, script: ScriptRef, recipe: Recipe) -> None:
     """Writes the site map beside a recipe, if there is one."""
     site_map = known_sites(script)
-    if site_map is not None:
-        sites = {kind: site_map[kind] for kind in KINDS}  # not the parsed arguments, which may hold a password
-        own = {"fingerprint": script.fingerprint(), "main": site_map["main"], "device": site_map["device"]}
-        own["checked"] = _checked(recipe)
-        text = json.dumps({**own, **sites}, indent=1)
-        (directory / FILE).write_text(text, encoding="utf-8")
+    if site_map is not None:  # without the parsed arguments, which may hold a password
+        sites = {name: site_map[name] for name in ("main", "device", *KINDS)}
+        own = {"fingerprint": script.fingerprint(), "checked": _checked(recipe)}
+        (directory / FILE).write_text(json.dumps(own | sites, indent=1), encoding="utf-8")
 
 
 def is_checked(recipe: Recipe, sites: Mapping[str, Any] | None, script: ScriptRef) -> bool:
@@ -129,11 +115,8 @@ def read_beside(recipe: str | None) -> dict[str, Any] | None:
     if path is None or not path.is_file():
         return None
     try:
-        site_map = {
-            "framework_arguments": [],
-            "threads": [],
-            **json.loads(path.read_text(encoding="utf-8")),
-        }  # newer than some maps
+        newer: dict[str, Any] = {"framework_arguments": [], "threads": []}  # than some maps
+        site_map = newer | json.loads(path.read_text(encoding="utf-8"))
         own = {name: site_map.get(name) for name in ("fingerprint", "main", "device", "checked")}
         return {**own, **{kind: list(site_map[kind]) for kind in KINDS}}
     except (OSError, ValueError, KeyError, TypeError) as error:

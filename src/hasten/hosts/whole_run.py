@@ -10,20 +10,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
-from hasten.hosts.metric import (
-    Ambiguous,
-    Found,
-    choose_metric,
-    question,
-    select_metric,
-    series_of,
-    series_of_logged,
-)
+from hasten.hosts.metric import HELD_OUT, Ambiguous, Found, choose_metric, question, select_metric, series_of_logged
+from hasten.hosts.metric_lines import series_of
 from hasten.hosts.metric_names import meaning_of
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import known_sites
 
 if TYPE_CHECKING:
+    from hasten.hosts.arm import ScriptWorker
     from hasten.hosts.metric_lines import Line, Series
     from hasten.hosts.script_ref import ScriptRef
 
@@ -31,7 +25,6 @@ MOST_STEPS = 1 << 40  # of one request: to the end of the script
 ENOUGH_VALUES = 3  # of a metric, after which a name like its own that is asked for will not come either
 SPELLING = 0.8  # least likeness of two spellings of a name, as in difflib
 MAX_LINE = 4_000  # characters
-HELD_OUT = ("validation", "test", "evaluation")
 
 
 def metric_of_run(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> Found | None:
@@ -71,8 +64,8 @@ def metric_so_far(script: ScriptRef, process: ScriptProcess, described: dict[str
 
 def _series(process: ScriptProcess, described: dict[str, Any]) -> tuple[list[Series], list[Series]]:
     """What a script has logged, and what it has printed, until now."""
-    logged = series_of_logged([(t, name, value, evaluating) for t, name, value, evaluating in described["logged"]])
-    return logged, series_of(lines_of(*process.printed(), described["marks"], described["seconds"]))
+    printed = series_of(lines_of(*process.printed(), described["marks"], described["seconds"]))
+    return series_of_logged(described["logged"]), printed
 
 
 def seen_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> dict[str, Any]:
@@ -88,12 +81,12 @@ def seen_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, 
     if found is None:
         return nothing | {"why": "the script has printed and logged no number that looks like a metric so far"}
     if isinstance(found, Found):
-        return nothing | {"name": found.name, "direction": found.direction, "values": list(found.values)}
-    candidates = [
-        {"name": one.name, "direction": meaning_of(one.name).direction, "values": list(one.values)}
-        for one in found.candidates
-    ]
-    return nothing | {"candidates": candidates, "why": str(question(found))}
+        return nothing | {"name": found.name, "direction": found.direction, "values": found.values}
+    seen = {"candidates": list[dict[str, Any]](), "why": str(question(found))}
+    for one in found.candidates:
+        direction = meaning_of(one.name).direction
+        seen["candidates"].append({"name": one.name, "direction": direction, "values": one.values})
+    return nothing | seen
 
 
 def has_named_metric(
@@ -135,23 +128,11 @@ def lines_of(before: int, output: bytes, marks: list[list[Any]], seconds: float)
     return lines
 
 
-def run_to_end(
-    script: ScriptRef,
-    methods: dict[str, Any],
-    device: str,
-    seed: int,
-    deadline: float | None,
-    target: float | None = None,
-    time_limit: float | None = None,
-) -> dict[str, Any]:
-    """Runs a script to its end: the keys of ``tuning.trial.Trial.run``.
+def run_to_end(trial: ScriptWorker, target: float | None = None, time_limit: float | None = None) -> dict[str, Any]:
+    """Runs the script of a trial to its end: the keys of ``tuning.trial.Trial.run``.
 
     Args:
-        script: The script.
-        methods: Methods of the recipe: options by name of the method.
-        device: Name of the device, such as "cpu" or "cuda".
-        seed: Seed of all random numbers.
-        deadline: Time of ``time.monotonic``; None: no limit.
+        trial: The script, its methods, device, seed and deadline.
         target: Value of the metric that the run must have reached at ``time_limit``.
         time_limit: Seconds after which a run without the target is pruned; it has no metric if it has measured none by
             then. They begin when the script has imported torch, as those of the evaluations do. None: no limit.
@@ -159,7 +140,8 @@ def run_to_end(
     Raises:
         RunError: The metric is missing, or a method has no effect.
     """
-    with ScriptProcess(script, methods, device, seed, known_sites(script), deadline) as process:
+    script, deadline = trial.script, trial.deadline
+    with ScriptProcess(script, trial.methods, trial.device, trial.seed, known_sites(script), deadline) as process:
         answer = process.wait_until_trained(None, deadline)
         described = process.ask("describe", None, deadline)
         per_step = described["samples_per_step"] or 1  # while the loaders exist

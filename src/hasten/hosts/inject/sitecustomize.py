@@ -27,26 +27,40 @@ def run_users_sitecustomize():
             sys.modules.setdefault("sitecustomize", ours)
 
 
-class TorchFinder:
-    """A finder that calls ``start_session`` once torch is imported, and then is gone."""
+class ImportFinder:
+    """Calls each function of ``watchers[name]`` with the module of that name once it is imported, and then is gone.
+
+    It is not gone before: a package may ask for the spec only to see whether torch is installed.
+    """
+
+    def __init__(self, watchers):
+        self.watchers = watchers
+        sys.meta_path.insert(0, self)
+        for name in watchers.keys() & sys.modules.keys():
+            self.imported(name, sys.modules[name])
 
     def find_spec(self, name, path=None, target=None):
-        """The spec of torch, with a loader that calls ``start_session`` at its end; None for any other module.
-
-        The finder stays, since a package may ask for the spec only to see whether torch is installed.
-        """
-        if name != "torch":
+        """The spec of a module of interest, with a loader that calls ``imported`` at its end; None for any other."""
+        if name not in self.watchers:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = TorchLoader(spec.loader, self)  # pyright: ignore[reportAttributeAccessIssue]
+                spec.loader = WatchingLoader(spec.loader, self)  # pyright: ignore[reportAttributeAccessIssue]
                 return spec
         return None
 
+    def imported(self, name, module):
+        """Calls the functions of a module, unless another spec has loaded it before."""
+        watchers = self.watchers.pop(name, ())
+        if not self.watchers and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        for watch in watchers:
+            watch(module)
 
-class TorchLoader:
-    """Loads torch as its own loader does, puts that one back, and starts the session."""
+
+class WatchingLoader:
+    """Loads a module as its own loader does, puts that one back, and tells the finder."""
 
     def __init__(self, loader, finder):
         self.loader, self.finder = loader, finder
@@ -57,15 +71,13 @@ class TorchLoader:
     def exec_module(self, module):
         module.__loader__ = module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        if self.finder in sys.meta_path:  # else torch was loaded before, by another spec
-            sys.meta_path.remove(self.finder)
-            start_session()
+        self.finder.imported(module.__spec__.name, module)
 
     def __getattr__(self, name):
         return getattr(self.loader, name)
 
 
-def start_session():
+def start_session(torch):
     """Hands over to hasten. What goes wrong there is written to the session directory and changes nothing here."""
     directory = os.environ[SESSION]
     try:
@@ -75,7 +87,7 @@ def start_session():
             sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))
         from hasten.hosts.inside import session
 
-        session.start(directory)
+        session.start(directory, ImportFinder)
     except Exception as error:
         try:
             with open(os.path.join(directory, "error"), "w") as file:
@@ -87,10 +99,7 @@ def start_session():
 if SESSION in os.environ:
     try:
         open(os.path.join(os.environ[SESSION], "started"), "a").close()
-        if "torch" in sys.modules:
-            start_session()
-        else:
-            sys.meta_path.insert(0, TorchFinder())
+        ImportFinder({"torch": [start_session]})
     except Exception:
         pass
 run_users_sitecustomize()

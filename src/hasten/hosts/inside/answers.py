@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from hasten._torch_compat import cached_compile_seconds, compile_seconds
-from hasten.hosts.inside import facts
+from hasten.hosts.inside.loaders import batch_size_of
+from hasten.utils.parsed_arguments import names_length
+from hasten.utils.run_facts import hardware_facts, model_facts
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.session import Session
@@ -18,12 +22,11 @@ if TYPE_CHECKING:
 
 def describe(session: Session) -> dict[str, Any]:
     """What was found so far: sites, steps, evaluations, and facts about the run."""
-    models, loop, composition, steps = session.models, session.loop, session.composition, session.steps
-    of_loop = {*loop.facts, *(["varied_arguments"] if session.spec["vary"] else [])}
+    models, loop, composition = session.models, session.loop, session.composition
     loaders = session.loaders.training_loaders()
     return {
         "sites": session.sites.records,
-        "steps": steps.count,
+        "steps": session.steps.count,
         "seconds": time.perf_counter() - session.began,
         "compile_seconds": compile_seconds(),
         "cached_compile_seconds": cached_compile_seconds(),
@@ -31,17 +34,64 @@ def describe(session: Session) -> dict[str, Any]:
         "logged": [(at - session.began, *rest) for at, *rest in loop.logged] or session.logged,
         "monitor": session.monitor(),
         "no_effect": composition.without_effect(*session.seen()) if composition else [],
-        "backwards_per_step": steps.backwards,
-        "skipped": steps.skipped,
         "arguments": session.arguments,
         "main": session.sites.main(),
-        "expected_steps": facts.expected_steps(session.arguments, loaders, steps),
-        **evaluations(session),
-        **facts.describe(models, loaders, steps, session.phases.device, of_loop),
+        "expected_steps": expected_steps(session.arguments, loaders, session.steps.backwards),
+        "facts": sorted(_facts(session, loaders)),
+        "samples_per_step": _samples_per_step(session, loaders),
+        "device": str(session.device()),
+        **_evaluations(session),
     }
 
 
-def evaluations(session: Session) -> dict[str, Any]:
+def _facts(session: Session, loaders: Iterable[Any]) -> set[str]:
+    """The facts of the run that method cards refer to: keys of ``hasten.core.card.FACTS``."""
+    from hasten.engine.loaders import from_loader  # a script that is only watched needs it at the end
+
+    models = session.models
+    found = {*hardware_facts(session.device()), *session.loop.facts}
+    found = found.union(*map(model_facts, models.roots))
+    if session.spec["vary"]:
+        found.add("varied_arguments")
+    if models.evaluations and not models.trains_in_eval_mode:
+        found |= {"evaluations"} | ({"evaluation_gradients"} if models.records_gradients else set())
+    of_torch = [loader for loader in loaders if isinstance(loader, DataLoader)]
+    if any(from_loader(loader, None, loader.batch_size or 1, 0, True).spec is not None for loader in of_torch):
+        found |= {"indexed_samples", "workers", "multiple_epochs"}
+    return found
+
+
+def _samples_per_step(session: Session, loaders: Iterable[Any]) -> int | None:
+    sizes = [size for loader in loaders if (size := batch_size_of(loader))]
+    if len(session.models.roots) > 1 and sizes:  # several backward passes of a step read the same batch
+        return max(sizes)
+    return max(sizes) * max(1, session.steps.backwards) if sizes else None
+
+
+def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], backwards: int) -> int | None:
+    """The steps of the whole training by the script's own arguments, such as ``--epochs``; None if they do not say it.
+
+    Args:
+        arguments: That the script has parsed.
+        loaders: Those for training, whose lengths are those of an epoch.
+        backwards: Batches of a step.
+    """
+    lengths: list[int] = []
+    for loader in loaders:
+        if not isinstance(getattr(loader, "dataset", None), IterableDataset):  # torch warns later of a length asked for
+            with suppress(Exception):  # a sampler of the user's
+                lengths.append(len(loader))
+    found: list[float] = []
+    for name, value in arguments.items():
+        if names_length(name) and type(value) in (int, float) and value > 0:
+            if "epoch" not in name.lower():
+                found.append(value)
+            elif lengths:
+                found.append(value * max(lengths) / max(1, backwards))
+    return int(max(found)) if found else None
+
+
+def _evaluations(session: Session) -> dict[str, Any]:
     """Seconds of an evaluation and the steps between two; None until one was seen."""
     found = [] if session.models.trains_in_eval_mode else session.models.evaluations
     if not found:
@@ -59,18 +109,11 @@ def evaluation_seconds(session: Session, first: int = 0) -> list[float]:
     return list(seconds.values())
 
 
-def memory(session: Session) -> dict[str, Any]:
-    """The peak of the memory of this process."""
+def memory(session: Session, of_host: bool = False) -> dict[str, Any]:
+    """The peak of the memory of this process, or of the host's that it has taken, also if it trains on a GPU."""
     from hasten.engine.memory import memory_peak  # with packages that the script may not need
 
-    return dict(memory_peak(session.device()))
-
-
-def host_memory(session: Session) -> dict[str, Any]:
-    """The peak of the host's memory that this process has taken, also if it trains on a GPU."""
-    from hasten.engine.memory import memory_peak
-
-    return dict(memory_peak(torch.device("cpu")))
+    return dict(memory_peak(torch.device("cpu") if of_host else session.device()))
 
 
 def hash_weights(session: Session) -> dict[str, Any]:
@@ -81,14 +124,14 @@ def hash_weights(session: Session) -> dict[str, Any]:
         tensor = weights[name].detach().cpu().contiguous()
         digest.update(name.encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return {"hash": digest.hexdigest(), "tensors": len(weights), "steps": session.steps.count}
+    return {"hash": digest.hexdigest(), "steps": session.steps.count}
 
 
 def save(session: Session, path: str, gradients: bool = False) -> dict[str, Any]:
     """Saves the weights, or the gradients of the step that has just ended, to a file."""
     tensors = _gradients(session) if gradients else _weights(session)
     torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
-    return {"tensors": len(tensors), "steps": session.steps.count}
+    return {}
 
 
 def _weights(session: Session) -> dict[str, torch.Tensor]:
@@ -114,7 +157,6 @@ def _gradients(session: Session) -> dict[str, torch.Tensor]:
 ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "describe": describe,
     "memory": memory,
-    "host_memory": host_memory,
     "hash": hash_weights,
     "save": save,
 }

@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainingBlock:
-    """Begins when it is made, and ends once.
-
-    Args:
-        session: The session whose script trains.
-        timed: Whether to time its phases.
-        observes_code: Whether to watch what the script's own code costs; see ``code.py``.
-    """
+    """Begins when it is made, and ends once; may time its phases, and watch what the script's own code costs."""
 
     def __init__(self, session: Session, timed: bool, observes_code: bool):
         steps, models = session.steps, session.models

@@ -4,12 +4,15 @@ A file is a checkpoint if an optimizer, schedule or scaler gets its state from i
 script loads it before the first step and saves to it later. Weights that are only loaded, as for fine-tuning, are none.
 """
 
-import functools
+import json
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from hasten.hosts.inside.replace import replaces
 
 DEPTH = 3  # of dictionaries and lists, in which a state is looked for
 RESTORED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)  # pyright: ignore[reportPrivateImportUsage]
@@ -17,52 +20,45 @@ TRAINER_STATE = "trainer_state.json"  # beside the files of a checkpoint of Tran
 
 
 class CheckpointSeam:
-    """Calls ``report`` with the path of each checkpoint, until ``end_loading`` for what is loaded."""
+    """Writes the paths of the checkpoints to a file, a JSON list; until ``end_loading`` for what is loaded."""
 
-    def __init__(self, report: Callable[[str], None]):
-        self.report = report
+    def __init__(self, file: Path):
+        self.file, self.found = file, list[str]()
         self.loading = True
         self.loaded: dict[str, set[int]] = {}  # path -> ids of the dictionaries in it
-        torch.load = self._noting_load(torch.load)
-        torch.save = self._noting_save(torch.save)
+        replaces(torch, "load")(self._load)
+        replaces(torch, "save")(self._save)
         for owner in RESTORED:
-            owner.load_state_dict = self._noting_restore(owner.load_state_dict)
+            replaces(owner, "load_state_dict")(self._restore)
 
     def end_loading(self) -> None:
         """After the first step: what is loaded from here on is nothing to resume from."""
         self.loading = False
         self.loaded = {path: set() for path in self.loaded}
 
-    def _noting_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            loaded = original(f, *args, **kwargs)
-            if self.loading and (path := _path_of(f)):
-                self.loaded[path] = set(_dictionaries(loaded, DEPTH))
-            return loaded
+    def report(self, path: str) -> None:
+        if path not in self.found:
+            self.found.append(path)
+            self.file.write_text(json.dumps(self.found), encoding="utf-8")
 
-        return load
+    def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(f, *args, **kwargs)
+        if self.loading and (path := _path_of(f)):
+            self.loaded[path] = set(_dictionaries(loaded, DEPTH))
+        return loaded
 
-    def _noting_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            path = _path_of(f)
-            if path and path in self.loaded:
-                self.report(path)
-            return original(obj, f, *args, **kwargs)
+    def _save(self, original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        path = _path_of(f)
+        if path and path in self.loaded:
+            self.report(path)
+        return original(obj, f, *args, **kwargs)
 
-        return save
-
-    def _noting_restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_state_dict(restored: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            for path, inner in self.loaded.items() if self.loading else ():
-                if id(state) in inner:
-                    directory = os.path.dirname(path)
-                    self.report(directory if os.path.exists(os.path.join(directory, TRAINER_STATE)) else path)
-            return original(restored, state, *args, **kwargs)
-
-        return load_state_dict
+    def _restore(self, original: Callable[..., Any], restored: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        for path, inner in self.loaded.items() if self.loading else ():
+            if id(state) in inner:
+                directory = os.path.dirname(path)
+                self.report(directory if os.path.exists(os.path.join(directory, TRAINER_STATE)) else path)
+        return original(restored, state, *args, **kwargs)
 
 
 def _path_of(file: Any) -> str:

@@ -11,13 +11,14 @@ import sysconfig
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
 import torch
 
-from hasten.hosts.inside.sites import HIDDEN
+from hasten.hosts.inside.sites import HIDDEN, frames_from, module_of
 
 INTERVAL_S = 0.005  # between two samples of the stack
 # For which the training thread keeps the interpreter once the sampler waits for it. By default 5 ms: a function of pure
@@ -41,11 +42,9 @@ LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"
 
 
 class CodeObserver:
-    """Watches the thread that made it, from ``__init__`` to ``stop``.
+    """Watches the thread that made it, from ``__init__`` to ``stop``, but for evaluations, which are no part of a step.
 
-    Args:
-        line: Returns ``file:line`` of the innermost frame of the user, and takes a frame.
-        is_evaluating: Whether an evaluation is running, which is no part of a step.
+    ``line`` returns ``file:line`` of the innermost frame of the user, and takes a frame.
     """
 
     def __init__(self, line: Callable[[FrameType | None], str | None], is_evaluating: Callable[[], bool]):
@@ -55,14 +54,15 @@ class CodeObserver:
         self.lines = Counter[tuple[str, str, str]]()  # samples by (phase, function, site)
         self.loops = set[str]()  # functions that call the backward pass or the optimizer
         self.samples, self.is_reading, self.waits_for_gpu = 0, False, False
-        # perhaps the script's; None if inherited
-        self.own = {name: vars(torch.Tensor).get(name) for name in (*READS, *COPIES)}
-        for name, call in READS.items():
-            setattr(torch.Tensor, name, self._timed(getattr(torch.Tensor, name), call))
-        for name in COPIES:
-            setattr(torch.Tensor, name, self._noted_copy(getattr(torch.Tensor, name)))
-        self.synchronize = torch.cuda.synchronize
-        torch.cuda.synchronize = self._timed(self.synchronize, "torch.cuda.synchronize()")
+        from unittest.mock import patch  # with asyncio, which most scripts do not need
+
+        self.patches, tensor = ExitStack(), torch.Tensor
+        synchronize = self._timed(torch.cuda.synchronize, "torch.cuda.synchronize()")
+        replacements = [(torch.cuda, "synchronize", synchronize)]
+        replacements += [(tensor, name, self._timed(getattr(tensor, name), call)) for name, call in READS.items()]
+        replacements += [(tensor, name, self._noted_copy(getattr(tensor, name))) for name in COPIES]
+        for owner, name, replacement in replacements:
+            self.patches.enter_context(patch.object(owner, name, replacement))
         self.thread, self.stopped = threading.get_ident(), threading.Event()
         self.switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -72,30 +72,19 @@ class CodeObserver:
         """``synchronizations`` and ``functions`` of the ``steps`` that were watched, as ``DiagnoseResult`` has them."""
         self.stopped.set()
         sys.setswitchinterval(self.switch_interval)
-        torch.cuda.synchronize = self.synchronize
-        for name, own in self.own.items():
-            if own is None:
-                delattr(torch.Tensor, name)
-            else:
-                setattr(torch.Tensor, name, own)
-        synchronizations = [
-            {
-                "site": site,
-                "call": call,
-                "per_step": count / steps,
-                "seconds_per_step": self.seconds[site, call] / steps,
-            }
-            for (site, call), count in self.reads.items()
-        ]
-        functions = [
-            {
-                "function": function,
-                "site": site,
-                "phase": "loop" if function in self.loops else phase,
-                "share": count / self.samples,
-            }
-            for (phase, function, site), count in _by_function(self.lines)
-        ]
+        self.patches.close()
+        synchronizations, functions = list[dict[str, Any]](), list[dict[str, Any]]()
+        for (site, call), count in self.reads.items():
+            seconds = self.seconds[site, call] / steps
+            read = {"site": site, "call": call, "per_step": count / steps, "seconds_per_step": seconds}
+            synchronizations.append(read)
+        totals, sites = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
+        for (phase, function, site), count in self.lines.most_common():
+            totals[phase, function] += count
+            sites.setdefault((phase, function), site)  # the line with the most samples
+        for (phase, function), count in totals.most_common():
+            site, phase = sites[phase, function], "loop" if function in self.loops else phase
+            functions.append({"function": function, "site": site, "phase": phase, "share": count / self.samples})
         return {"synchronizations": synchronizations, "functions": functions}
 
     def _timed(self, original: Callable[..., Any], call: str) -> Callable[..., Any]:
@@ -108,7 +97,7 @@ class CodeObserver:
                 return original(*args, **kwargs)
             finally:
                 seconds, self.is_reading, self.waits_for_gpu = time.perf_counter() - began, False, False
-                site = self._site_of_read(_caller(inspect.currentframe()))
+                site = self._site_of_read(inspect.currentframe())
                 if site is not None:
                     self.reads[site, call] += 1
                     self.seconds[site, call] += seconds
@@ -135,10 +124,12 @@ class CodeObserver:
         return copy
 
     def _site_of_read(self, frame: FrameType | None) -> str | None:
-        """The line that reads a value; None for hasten's own reads, and in an optimizer or a loader: what these read is
-        on the host anyway.
+        """The line that has called the function of a frame, which reads a value.
+
+        None for hasten's own reads, and in an optimizer or a loader: what these read is on the host anyway.
         """
-        names = [_module(one) for one in _frames(frame)]
+        frame = frame and frame.f_back
+        names = [module_of(one) for one in frames_from(frame)]
         ours = bool(names) and names[0].startswith("hasten.")
         on_host = any(name.startswith(("torch.optim", "torch.utils.data", LOADERS)) for name in names)
         return None if ours or on_host else self.line(frame)
@@ -157,8 +148,8 @@ class CodeObserver:
         self.samples += 1
         if self.waits_for_gpu:
             return
-        frames = list(_frames(frame))
-        names = [_module(one) for one in frames]
+        frames = list(frames_from(frame))
+        names = [module_of(one) for one in frames]
         users = (one for name, one in zip(names, frames, strict=True) if _is_users(name, one.f_code.co_filename))
         user = next(users, None)
         if user is None or CALLS_OF_ROOTS in names:
@@ -188,32 +179,8 @@ def _places(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple
     return tensor.device.type, given or tensor.device.type
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
-    return frame.f_back if frame else None
-
-
-def _module(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__") or ""
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 @functools.cache
 def _is_users(module: str, file: str) -> bool:
     """Whether a module is neither of the standard library, nor of an installed package, nor hasten's."""
-    is_hidden = module.partition(".")[0] in (*HIDDEN, "hasten")
+    is_hidden = module.partition(".")[0] in {*HIDDEN, "hasten"}
     return not is_hidden and "-packages/" not in file and not file.startswith(LIBRARIES)
-
-
-def _by_function(lines: Counter[tuple[str, str, str]]) -> list[tuple[tuple[str, str, str], int]]:
-    """The samples of each function, at its line with the most; the largest first."""
-    found: dict[tuple[str, str], tuple[tuple[str, str, str], int]] = {}
-    for line, count in lines.most_common():
-        place = line[:2]
-        first, before = found.get(place, (line, 0))
-        found[place] = (first, before + count)
-    return sorted(found.values(), key=lambda entry: -entry[1])

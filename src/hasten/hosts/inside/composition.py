@@ -7,7 +7,7 @@ over one by one, so ``run.model`` is there from the first call of the model on, 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
@@ -26,7 +26,7 @@ from hasten.engine.data_adapters import apply_data_hook
 from hasten.engine.effects import EffectObserver
 from hasten.engine.loaders import from_loader
 from hasten.engine.resources import available_cpus, free_memory
-from hasten.hosts.host import SCRIPT, check_supported
+from hasten.hosts.host import check_supported
 from hasten.utils.batch import map_tensors
 from hasten.utils.rng import preserve_rng_state
 
@@ -39,12 +39,7 @@ HALVES = (torch.bfloat16, torch.float16)
 class Composition:
     """The methods of one recipe in this process.
 
-    Args:
-        methods: The methods.
-        device: Name of the device, until the model is there.
-        seed: Of the run.
-        evaluation_records_gradients: Whether the script's evaluation does, as far as an earlier run has seen.
-        owner: Name of the script, for messages.
+    ``device`` is assumed until the model is there; ``owner`` is the name of the script, for messages.
     """
 
     def __init__(
@@ -57,19 +52,19 @@ class Composition:
             in_script=True,
         )
         self.run = RunContext(torch.device(device), SimpleNamespace(name=owner), seed=seed, services=services)
-        self.run.plan = TrainPlan(batch_size=1, epochs=math.inf)
         self.owner, self.plan = owner, TrainPlan(batch_size=1, epochs=math.inf)
-        check_supported(SCRIPT, methods, owner)
+        self.run.plan = replace(self.plan)
+        check_supported(methods, owner)
         self.methods = applicable_methods(methods, self.run)
         self.hooks = {hook for method in self.methods for hook in hooks_of(method)}
         self.context = ExitStack()  # never closed: the process ends with the run
         self.sets_threads = False  # to another number than the script
         self.updates: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()  # what an optimizer's step calls
-        self.update: Callable[[], Any] = _nothing  # the optimizer's own step that is called now
+        self.update: Callable[[], Any] = lambda: None  # the optimizer's own step that is called now
         self.has_trained = self.is_later = False  # whether roots are searched no more; whether run.model came later
         self.expected: Optimizer | None = None  # was made later, and has not been checked
         self.gave_up = self.changed_loss = False  # to act on gradients; whether the last backward pass was changed
-        self.refuse: Callable[[Exception], None] = _raise  # what happens where it gives up
+        self.refuse: Callable[[Exception], None] = lambda error: None  # what happens where it gives up
 
     def fold(self, hook: str, thing: Any) -> Any:
         """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
@@ -81,9 +76,7 @@ class Composition:
     def enter_process(self, own_threads: int | None = None) -> None:
         """Sets what the methods set for the process: threads, allocator, precision.
 
-        Args:
-            own_threads: Threads inside operations that the script itself will set, as far as an earlier run has seen:
-                a method must know what it changes.
+        They must know what they change: the threads inside operations that the script itself will set, if it is known.
         """
         if own_threads is not None:
             torch.set_num_threads(own_threads)
@@ -129,7 +122,7 @@ class Composition:
         def plain(inputs: tuple[Any, Any]) -> Any:
             return call(*inputs[0], **inputs[1])
 
-        transform, forward = self.fold("batch_transform", _identity), self.fold("forward", plain)
+        transform, forward = self.fold("batch_transform", lambda inputs: inputs), self.fold("forward", plain)
         if forward is plain:
             return lambda *args, **kwargs: plain(transform((args, kwargs)))
         if not any("uniform_precision" in method.card.invalidates for method in self.methods):
@@ -197,9 +190,14 @@ class Composition:
             return None if self.changed_loss else update()
         if optimizer not in self.updates:
             self.run.optimizer = optimizer
-            transform = self.fold("grad_transform", _nothing)
-            step = self.fold("optimizer_step", partial(self._call_update))
-            self.updates[optimizer] = partial(_both, transform, step)
+            transform = self.fold("grad_transform", lambda: None)
+            step = self.fold("optimizer_step", lambda: self.update())
+
+            def transform_and_step() -> None:
+                transform()
+                step()
+
+            self.updates[optimizer] = transform_and_step
         self.update = update
         return self.updates[optimizer]()
 
@@ -217,9 +215,6 @@ class Composition:
             f"{self.owner} trains several models, such as {names}, and a method that changes gradients needs to know "
             "which of them; leave it out"
         )
-
-    def _call_update(self) -> None:
-        self.update()
 
     def without_effect(self, has_loader: bool, has_optimizer: bool) -> list[tuple[str, str]]:
         """(method, reason) of each that has no effect after the first step: nothing came to the seam that it needs.
@@ -244,28 +239,11 @@ class Composition:
         return EffectObserver(self.run, self.methods)
 
 
-def _both(transform: Callable[[], None], step: Callable[[], None]) -> None:
-    transform()
-    step()
-
-
 def _trains_only(optimizer: Optimizer, model: nn.Module | None) -> bool:
     """Whether all parameters of an optimizer belong to the model; it is None where methods were built for none."""
     own = None if model is None else {id(parameter) for parameter in model.parameters()}
     groups = getattr(optimizer, "param_groups", ())  # not of an optimizer of Keras
     return own is None or all(id(parameter) in own for group in groups for parameter in group["params"])
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _identity(inputs: Any) -> Any:
-    return inputs
-
-
-def _nothing() -> None:
-    pass
 
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:

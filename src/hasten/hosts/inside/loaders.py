@@ -5,7 +5,6 @@ A loader keeps its type, length, dataset and sampler; only the iterator that it 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from hasten._torch_compat import patch_loader_iterator, patch_next_batch, swap_persistent_iterator
 from hasten.core.data import BatchSource
+from hasten.hosts.inside.replace import replaces
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.batch import batch_size
 from hasten.utils.phase_timer import PhaseTimer
@@ -46,7 +46,7 @@ class LoaderSeam:
         self.has_loader = False  # whether one was offered to methods
         self.reading: set[int] = set()  # ids of the loaders whose own iterators methods use now
         self.last: dict[str, Any] | None = None  # record of the loader that gave the last batch
-        DataLoader.__init__ = self._noting(DataLoader.__init__)
+        replaces(DataLoader, "__init__")(self._note)
         patch_loader_iterator(self._iterator_maker)
         patch_next_batch(self._timed)
 
@@ -75,14 +75,10 @@ class LoaderSeam:
         assert record is not None, "only loaders with a record are read"
         return record
 
-    def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def noted_init(loader: Any, *args: Any, **kwargs: Any) -> None:
-            original(loader, *args, **kwargs)
-            facts = {"batch_size": batch_size_of(loader), "num_workers": loader.num_workers}
-            self.sites.note("loaders", loader, **facts, pin_memory=loader.pin_memory, role=EVALUATION)
-
-        return noted_init
+    def _note(self, original: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        original(loader, *args, **kwargs)
+        facts = {"batch_size": batch_size_of(loader), "num_workers": loader.num_workers}
+        self.sites.note("loaders", loader, **facts, pin_memory=loader.pin_memory, role=EVALUATION)
 
     def _iterator_maker(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def iterator(loader: Any) -> Any:

@@ -8,7 +8,7 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -220,6 +220,11 @@ class ModelSeam:
     def _mark(self, begins: bool) -> None:
         """Notes how much the script had printed when an evaluation began, or ended: its metric is printed between."""
         self.marks.append((time.perf_counter(), self.steps.count, os.fstat(STDOUT).st_size, begins))
+
+
+def devices_of(roots: Iterable[nn.Module]) -> list[torch.device]:
+    """The devices that hold parameters, each once, that of the first parameter first."""
+    return list(dict.fromkeys(parameter.device for root in roots for parameter in root.parameters()))
 
 
 def _outermost_modules() -> list[nn.Module]:

@@ -5,8 +5,9 @@ The sandbox sets the variables (``OFFLINE`` in ``sandbox.py``); ``wandb.init(mod
 """
 
 from collections.abc import Callable, Mapping
-from functools import wraps
 from typing import Any
+
+from hasten.hosts.inside.replace import replaces
 
 REMOTE = ("http://", "https://", "databricks")  # how the address of an MLflow server begins
 COMMITS = ("create_commit", "upload_file", "upload_folder", "upload_large_folder", "delete_file", "delete_folder")
@@ -17,51 +18,39 @@ NO_COMMIT = "0" * 40
 
 def keep_wandb_offline(module: Any) -> None:
     """``module`` is ``wandb.sdk.wandb_init``."""
-    original = module.init
 
-    @wraps(original)
-    def init(*args: Any, **kwargs: Any) -> Any:
+    @replaces(module, "init")
+    def init(original: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("mode") not in (None, "offline", "disabled"):
             kwargs["mode"] = "offline"
         return original(*args, **kwargs)
 
-    module.init = init
-
 
 def keep_mlflow_offline(module: Any) -> None:
     """``module`` is ``mlflow.tracking._tracking_service.utils``."""
-    original = module.set_tracking_uri
 
-    @wraps(original)
-    def set_tracking_uri(uri: Any) -> None:
+    @replaces(module, "set_tracking_uri")
+    def set_tracking_uri(original: Any, uri: Any) -> None:
         if not str(uri).startswith(REMOTE):
             original(uri)
-
-    module.set_tracking_uri = set_tracking_uri
 
 
 def keep_trackio_offline(module: Any) -> None:
     """``module`` is ``trackio``."""
-    original = module.init
 
-    @wraps(original)
-    def init(*args: Any, **kwargs: Any) -> Any:
+    @replaces(module, "init")
+    def init(original: Any, *args: Any, **kwargs: Any) -> Any:
         local = {name: value for name, value in kwargs.items() if name not in ("space_id", "dataset_id", "server_url")}
         return original(*args, **local)
-
-    module.init = init
 
 
 def keep_trainer_offline(module: Any) -> None:
     """``module`` is ``transformers.training_args``."""
-    original = module.TrainingArguments.__post_init__
 
-    @wraps(original)
-    def post_init(arguments: Any) -> None:
+    @replaces(module.TrainingArguments, "__post_init__")
+    def post_init(original: Any, arguments: Any) -> None:
         arguments.push_to_hub = False
         original(arguments)
-
-    module.TrainingArguments.__post_init__ = post_init
 
 
 def keep_hub_offline(module: Any) -> None:
@@ -76,15 +65,13 @@ def keep_hub_offline(module: Any) -> None:
         answer = module.CommitInfo(url, commit_message or "", "", NO_COMMIT)
         return api.run_as_future(lambda: answer) if kwargs.get("run_as_future") else answer
 
-    answers = {"create_repo": create_repo, **dict.fromkeys(COMMITS, commit), **dict.fromkeys(CHANGES, _nothing)}
+    def change(*args: Any, **kwargs: Any) -> None: ...
+
+    answers = {"create_repo": create_repo, **dict.fromkeys(COMMITS, commit), **dict.fromkeys(CHANGES, change)}
     for name, answer in answers.items():
         setattr(module.HfApi, name, answer)
         if name in vars(module):  # the same as a function
             setattr(module, name, getattr(module.api, name))
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 WATCHED: Mapping[str, Callable[[Any], None]] = {

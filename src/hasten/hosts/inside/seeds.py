@@ -11,15 +11,22 @@ from typing import Any
 
 import torch
 
+from hasten.hosts.inside.sites import Sites
 
-def seed_process(shift: int, on_seed: Callable[[str, int | None], None]) -> None:
+
+def seed_process(shift: int, sites: Sites) -> None:
     """Seeds all generators of this process with ``shift``, and adds ``shift`` to every integer seed that is set later.
 
-    Args:
-        shift: Added to the script's own seeds; with 0 these stay as they are.
-        on_seed: Called with the name of each function that the script seeds by, and the seed; None for one that the
-            system chooses, which makes the script irreproducible.
+    The sites receive the first call of each function by which the script seeds; its seed is None where the system
+    chooses one, which makes the script irreproducible.
     """
+    records, seen = sites.records.setdefault("seeds", []), set[tuple[str, bool]]()
+
+    def on_seed(name: str, seed: int | None) -> None:
+        if (name, seed is None) not in seen:
+            seen.add((name, seed is None))
+            records.append({"site": f"{sites.line()}#1", "type": name, "seed": seed})
+
     torch.manual_seed(shift)
     random.seed(shift)
     numpy: Any = sys.modules.get("numpy")

@@ -13,7 +13,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -21,22 +22,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from hasten.hosts.inside import facts, seeds
 from hasten.hosts.inside.answers import ANSWERS, evaluation_seconds
 from hasten.hosts.inside.block import TrainingBlock
 from hasten.hosts.inside.checkpoints import CheckpointSeam
 from hasten.hosts.inside.frameworks import WATCHED as FRAMEWORKS
 from hasten.hosts.inside.frameworks import FrameworkLoop
-from hasten.hosts.inside.imports import ImportFinder
 from hasten.hosts.inside.loaders import LoaderSeam
-from hasten.hosts.inside.missing import missing_sites
-from hasten.hosts.inside.models import ModelSeam
+from hasten.hosts.inside.metric_loggers import WATCHED as TRACKERS
+from hasten.hosts.inside.models import ModelSeam, devices_of
 from hasten.hosts.inside.offline import WATCHED as OFFLINE
-from hasten.hosts.inside.sites import Sites
+from hasten.hosts.inside.seeds import seed_process
+from hasten.hosts.inside.sites import Sites, missing_sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside.threads import threads_of, watch_threads
 from hasten.hosts.inside_files import BEGUN, CHECKED, CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
-from hasten.hosts.metric_loggers import WATCHED as TRACKERS
 from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
 
@@ -45,11 +44,12 @@ ROOT_SEARCH_STEPS = 2  # in which the roots, the models that the script calls it
 MAX_SEARCHES = 20  # for roots of later folds: a script may make a model in every step
 
 
-def start(directory: str) -> None:
+def start(directory: str, import_finder: Callable[[dict[str, list[Callable[[Any], None]]]], Any]) -> None:
     """Begins a session as ``spec.json`` in ``directory`` describes it; see ``write_spec`` in ``hosts/process.py``."""
     global current
     Path(directory, BEGUN).touch()
     current = Session(Path(directory), json.loads(Path(directory, SPEC).read_text(encoding="utf-8")))
+    import_finder(current.watchers())
 
 
 class Session:
@@ -57,6 +57,7 @@ class Session:
 
     def __init__(self, directory: Path, spec: dict[str, Any]):
         self.directory, self.spec = directory, spec
+        self.is_real = spec["mode"] == "train"  # a training for real, no trial
         self.sites, self.phases = Sites(spec["directory"]), PhaseTimer(torch.device(spec["device"]))
         self.began, self.logged = time.perf_counter(), list[tuple[float, str, float, bool]]()
         self.connection: Any = None
@@ -67,7 +68,7 @@ class Session:
         self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
         self.composition: Any = None
         self.trains_without = ""  # reason why the recipe is not for this process
-        if spec["mode"] == "train" and spec["sites"]:
+        if self.is_real and spec["sites"]:
             self.trains_without = self._other_main(spec["sites"].get("main"))
         try:
             if spec["methods"] and not self.trains_without:
@@ -75,27 +76,31 @@ class Session:
         except Exception as error:
             self._fail(error)
         self.checkpoints: CheckpointSeam | None = None
-        self.resumed_from: list[str] = []
-        if spec["mode"] != "train":
+        if not self.is_real:
             after_parsing(self._note_arguments)  # after those that methods change
-            self.checkpoints = CheckpointSeam(self._note_checkpoint)
+            self.checkpoints = CheckpointSeam(directory / RESUMED)
         if spec["seed"] is not None:
-            seeded: list[str] = []
-            self.sites.records["seeds"] = []
-            seeds.seed_process(spec["seed"], lambda name, seed: self._note_seed(name, seed, seeded))
+            seed_process(spec["seed"], self.sites)
         self._install(spec["sites"] or {})
-        in_float64 = bool(self.composition) and self.composition.in_float64
         self.declared: dict[str, str] = {}  # name of a metric that ``hasten.attach`` was given -> "min", "max" or ""
-        self.loop = FrameworkLoop(self.steps, self.models, self._note_no_torch_optimizer, in_float64)
+        self.loop = FrameworkLoop(self.steps, self.models)
         if self.composition:
+            self.loop.in_float64 = self.composition.in_float64
+            self.loop.no_torch_optimizer = self.composition.note_no_torch_optimizer
             self.composition.run.services.trainer = lambda: self.loop.trainer
-        frameworks = {name: partial(watch, loop=self.loop) for name, watch in FRAMEWORKS.items()}
-        watchers: list[Mapping[str, Callable[[Any], None]]] = [frameworks]
-        if spec["mode"] != "train":
-            watchers.append({name: partial(watch, report=self._note_logged) for name, watch in TRACKERS.items()})
-            watchers.append(OFFLINE)
-        ImportFinder(*({name: self._guarded(watch) for name, watch in one.items()} for one in watchers))
         atexit.register(self._finish)
+
+    def watchers(self) -> dict[str, list[Callable[[Any], None]]]:
+        """By the name of a module: what is called with it once the script has imported it."""
+        watchers = defaultdict[str, list[Callable[[Any], None]]](list)
+        for name, watch in FRAMEWORKS.items():
+            watchers[name].append(self._guarded(partial(watch, loop=self.loop)))
+        if not self.is_real:
+            for name, watch in TRACKERS.items():
+                watchers[name].append(self._guarded(partial(watch, report=self._note_logged)))
+            for name, watch in OFFLINE.items():
+                watchers[name].append(self._guarded(watch))
+        return watchers
 
     def _other_main(self, known: str | None) -> str:
         """Why the recipe is not for this process: it runs another file of the command than the one of the search.
@@ -113,12 +118,10 @@ class Session:
         from hasten.hosts.inside.composition import Composition
 
         spec = self.spec
-        records_gradients = (
-            any(not entry["no_grad"] for entry in spec["sites"]["evaluations"]) if spec["sites"] else True
-        )
-        composition = Composition(
-            make_methods(Recipe(spec["methods"])), spec["device"], spec["seed"] or 0, records_gradients, spec["name"]
-        )
+        evaluations = spec["sites"]["evaluations"] if spec["sites"] else [{"no_grad": False}]  # unknown
+        records_gradients, seed = not all(entry["no_grad"] for entry in evaluations), spec["seed"] or 0
+        methods = make_methods(Recipe(spec["methods"]))
+        composition = Composition(methods, spec["device"], seed, records_gradients, spec["name"])
         composition.enter_process(threads_of(spec["sites"]))
         return composition
 
@@ -127,9 +130,11 @@ class Session:
         watch_threads(self.sites, bool(composition) and composition.sets_threads)
         acts_on = composition.hooks if composition else set()
         self.steps = StepSeam(self.sites, self.phases)
-        wrap_call = self._guarded(composition.wrap_call, _call_of_root) if composition else None
+        wrap_call = (
+            self._guarded(composition.wrap_call, lambda _, call_of_root: call_of_root()) if composition else None
+        )
         self.models = ModelSeam(self.sites, self.phases, self.steps, wrap_call)
-        self.models.waits_for_gpu = self.spec["mode"] != "train"
+        self.models.waits_for_gpu = not self.is_real
         roles = {entry["site"]: entry["role"] for entry in known.get("loaders", ())}
         source_of = self._guarded(composition.source_of) if "data" in acts_on else None
         self.loaders = LoaderSeam(self.sites, self.phases, source_of, roles)
@@ -156,7 +161,7 @@ class Session:
             try:
                 return function(*args)
             except Exception as error:
-                if self.spec["mode"] != "train" or not self.steps.count:
+                if not self.is_real or not self.steps.count:
                     self._fail(error)
                 self._warn_once(f"{_text(error)}; {self.sites.line()} continues without this method")
                 return instead(*args) if instead else None
@@ -171,32 +176,19 @@ class Session:
 
     def _fail(self, error: Exception) -> NoReturn:
         """Ends the process; the reason goes to the parent, or to standard error in a training for real."""
-        if self.spec["mode"] == "train":
+        if self.is_real:
             self._fail_with(_text(error))
         failure = {"text": _text(error), "refused": type(error).__name__ == "ConfigurationError"}
         (self.directory / FAILURE).write_text(json.dumps(failure))
         os._exit(2)
 
     def _note_arguments(self, parsed: Any) -> None:
-        self.arguments |= _plain(getattr(parsed, "__dict__", {}))
-
-    def _note_checkpoint(self, path: str) -> None:
-        if path not in self.resumed_from:
-            self.resumed_from.append(path)
-            (self.directory / RESUMED).write_text(json.dumps(self.resumed_from), encoding="utf-8")
-
-    def _note_seed(self, name: str, seed: int | None, seeded: list[str]) -> None:
-        key = name if seed is not None else f"{name}()"
-        if key not in seeded:
-            seeded.append(key)
-            self.sites.records["seeds"].append({"site": f"{self.sites.line()}#1", "type": name, "seed": seed})
+        for name, value in getattr(parsed, "__dict__", {}).items():
+            is_data = isinstance(value, (int, float, str, type(None)))
+            self.arguments[name] = value if is_data else type(value).__name__
 
     def _note_logged(self, name: str, value: float) -> None:
         self.logged.append((time.perf_counter() - self.began, name, value, self.models.began is not None))
-
-    def _note_no_torch_optimizer(self, why: str) -> None:
-        if self.composition:
-            self.composition.note_no_torch_optimizer(why)
 
     # ── what the script calls through ``hasten.attach`` ──────────────────────────────────────────
 
@@ -224,7 +216,7 @@ class Session:
 
     def _claim(self) -> None:
         """At the first backward pass of a process: this is the process that trains, unless another one was first."""
-        if self.spec["mode"] == "train":
+        if self.is_real:
             return
         try:
             os.close(os.open(self.directory / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -257,7 +249,7 @@ class Session:
 
     def _after_new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that is made during the training may be for another model, as in a cross-validation."""
-        is_watched = self.composition is not None or self.spec["mode"] != "train"
+        is_watched = self.composition is not None or not self.is_real
         if not self.steps.active or self.steps.count < ROOT_SEARCH_STEPS or not is_watched:
             return
         if self.composition:
@@ -269,21 +261,20 @@ class Session:
 
     def _refuse_models(self, error: Exception) -> None:
         """Where methods that change gradients cannot know of which model they are."""
-        if self.spec["mode"] != "train":
+        if not self.is_real:
             self._fail(error)
         self._warn_once(f"{_text(error)}; it does not act from here on")
 
     def _stop(self) -> None:
         """At the end of a step that the parent asked for: answers, and waits for the next request."""
-        is_real = self.spec["mode"] == "train"
-        if is_real and self.observer is None:
+        if self.is_real and self.observer is None:
             self._check_sites()
             return self._begin_observe() if self.composition else None
         if self.observer is not None and not self.observer.running and self.observer.checks:
             self.observer.begin()
             self.steps.remaining = 1
             return None
-        if is_real:
+        if self.is_real:
             return self._report_no_effect()
         self._answer(self._result())
         return self._serve()
@@ -370,12 +361,12 @@ class Session:
 
     def device(self) -> torch.device:
         """The device of the script's first parameter; the assumed one before there is one."""
-        return next(iter(facts.devices_of(self.models.roots)), self.phases.device)
+        return next(iter(devices_of(self.models.roots)), self.phases.device)
 
     def synchronize(self) -> None:
         """Waits for the current GPU and for all that hold parameters."""
         if torch.cuda.is_initialized():
-            for device in {torch.device("cuda", torch.cuda.current_device()), *facts.devices_of(self.models.roots)}:
+            for device in {torch.device("cuda", torch.cuda.current_device()), *devices_of(self.models.roots)}:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
 
@@ -392,9 +383,8 @@ class Session:
         elif checked.exists():
             self._warn_once(f"{missing}; {self.sites.main()} trains with a recipe that was not tuned for it")
         else:
-            self._fail_with(
-                f"the recipe is for another script: {missing}; tune this one, or give a recipe without sites"
-            )
+            remedy = "tune this one, or give a recipe without sites"
+            self._fail_with(f"the recipe is for another script: {missing}; {remedy}")
 
     def _report_no_effect(self) -> None:
         """In a training for real, after the step that was observed."""
@@ -405,8 +395,7 @@ class Session:
             print(f"hasten: {name} has no effect: {why}", file=sys.stderr)
 
     def _fail_with(self, text: str) -> NoReturn:
-        print(f"hasten: {text}", file=sys.stderr)
-        sys.stderr.flush()
+        print(f"hasten: {text}", file=sys.stderr, flush=True)
         os._exit(2)
 
 
@@ -414,17 +403,6 @@ def _text(error: Exception) -> str:
     """What an error says; those of hasten are complete sentences."""
     name = type(error).__name__
     return str(error) if name in ("ConfigurationError", "RunError") else f"{name}: {error}"
-
-
-def _call_of_root(root: torch.nn.Module, call_of_root: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """The call of a root without methods."""
-    return call_of_root()
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """The values that are data, numbers, texts and None; in place of any other, its type."""
-    data = (int, float, str, type(None))
-    return {name: value if isinstance(value, data) else type(value).__name__ for name, value in values.items()}
 
 
 def _world_size() -> int:

@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,23 +12,16 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 FRAMEWORKS = (
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "lightning_utilities",
-    "transformers",
-    "accelerate",
-    "keras",
-    "torch_geometric",
+    *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
+    *("transformers", "accelerate", "keras", "torch_geometric"),
 )
-HIDDEN = ("torch", "importlib", "contextlib", "functools", "typing", *FRAMEWORKS)  # packages whose frames are no site
+HIDDEN = {"torch", "importlib", "contextlib", "functools", "typing", "sitecustomize", *FRAMEWORKS}  # no sites
 
 
 class Sites:
     """The sites that were seen, by kind ("loaders", "optimizers", ...); each is plain data with its ``site``.
 
-    Args:
-        directory: Files below it are named by their relative path.
+    Files below ``directory`` are named by their relative path.
     """
 
     def __init__(self, directory: str):
@@ -43,21 +37,19 @@ class Sites:
         line, stack = self.line(), None
         if line is None:
             return None
-        package = _package(inspect.currentframe())
+        packages = (module_of(frame).partition(".")[0] for frame in frames_from(inspect.currentframe()))
+        package = next((name for name in packages if name not in ("torch", "hasten")), "")
         if package in FRAMEWORKS:
             facts["made_by"] = package
         if kind == "loaders" and package in FRAMEWORKS:  # which make one anew for every epoch
-            stack = _stack(inspect.currentframe())
+            frames = frames_from(inspect.currentframe())
+            stack = tuple((frame.f_code.co_filename, frame.f_lineno) for frame in frames)
             if (kind, stack) in self.by_stack:
                 record = self.by_object[thing] = self.by_stack[kind, stack]
                 return record
         self.counts[kind, line] += 1
-        record = {
-            "site": f"{line}#{self.counts[kind, line]}",
-            "type": class_name(thing),
-            "early": self.early,
-            **facts,
-        }
+        site = f"{line}#{self.counts[kind, line]}"
+        record = {"site": site, "type": class_name(thing), "early": self.early, **facts}
         self.records.setdefault(kind, []).append(record)
         self.by_object[thing] = record
         if stack is not None:
@@ -70,15 +62,13 @@ class Sites:
 
     def line(self, frame: FrameType | None = None) -> str | None:
         """``file:line`` of the innermost frame of the user, from ``frame``; None if hasten's own code called torch."""
-        frame = frame or inspect.currentframe()
-        while frame is not None:
-            name = _module(frame)
+        for one in frames_from(frame or inspect.currentframe()):
+            name = module_of(one)
             package = name.partition(".")[0]
             if package == "hasten" and not name.startswith(__package__ or "hasten.hosts.inside"):
                 return None
-            if package not in (*HIDDEN, "hasten"):
-                return f"{self.relative(frame.f_code.co_filename)}:{frame.f_lineno}"
-            frame = frame.f_back
+            if package not in HIDDEN and package != "hasten":
+                return f"{self.relative(one.f_code.co_filename)}:{one.f_lineno}"
         return None
 
     def main(self) -> str | None:
@@ -102,20 +92,25 @@ def class_name(thing: Any) -> str:
     return type(thing).__name__
 
 
-def _module(frame: FrameType) -> str:
+def module_of(frame: FrameType) -> str:
+    """The name of the module whose code runs in a frame."""
     return frame.f_globals.get("__name__") or ""
 
 
-def _package(frame: FrameType | None) -> str:
-    """The package of the code that uses torch: of the innermost frame that is neither torch's nor hasten's."""
-    while frame is not None and _module(frame).partition(".")[0] in ("torch", "hasten"):
-        frame = frame.f_back
-    return "" if frame is None else _module(frame).partition(".")[0]
-
-
-def _stack(frame: FrameType | None) -> tuple[tuple[str, int], ...]:
-    lines: list[tuple[str, int]] = []
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that have called it."""
     while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        yield frame
         frame = frame.f_back
-    return tuple(lines)
+
+
+def missing_sites(known: dict[str, Any], seen: dict[str, Any]) -> str:
+    """Which loader for training, optimizer or model of an earlier run was not seen in this one; empty if all were."""
+    for kind, noun in (("optimizers", "optimizer"), ("models", "model"), ("loaders", "training loader")):
+        here = {(entry["site"], entry["type"]) for entry in seen.get(kind, ())}
+        for entry in known.get(kind, ()):
+            if not entry.get("early", True):  # made after the first step
+                continue
+            if entry.get("role", "training") == "training" and (entry["site"], entry["type"]) not in here:
+                return f"the {noun} at {entry['site']} ({entry['type']}) did not come again"
+    return ""

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hasten.hosts.inside.replace import replaces
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.phase_timer import PhaseTimer
 
@@ -34,13 +35,12 @@ class StepSeam:
         leading: Ids of the optimizers whose updates are the steps, where the script names them; else empty.
         remaining: Steps until ``on_stop`` is called.
         backwards: Backward passes of the last step.
-        skipped: Updates that a GradScaler skipped.
         losses: Of the backward passes since ``keep_losses`` was set; detached tensors.
     """
 
     def __init__(self, sites: Sites, phases: PhaseTimer):
         self.sites, self.phases = sites, phases
-        self.count, self.remaining, self.backwards, self.skipped = 0, 1, 0, 0
+        self.count, self.remaining, self.backwards = 0, 1, 0
         self.active, self.keep_losses, self.losses = True, False, list[torch.Tensor]()
         self.leading: set[int] = set()
         self.counts: dict[int, int] = {}  # updates by id of the optimizer; a dictionary with weak keys is slow
@@ -49,15 +49,16 @@ class StepSeam:
         self.inside, self.passes, self.began, self.times_updates = False, 0, None, False
         self.has_begun = False  # the training: a gradient was computed
         self.last_ended: float | None = None  # time of the end of the last step
-        nothing: Callable[[], None] = _nothing
-        self.on_first_backward = self.on_backward = self.on_stop = nothing
+        self.on_first_backward: Callable[[], None] = lambda: None
+        self.on_backward: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = lambda: None
         self.on_optimizer: Callable[[Optimizer], None] = lambda optimizer: None  # that the script has made
         self.on_step: Callable[[], None] | None = None  # called after every step, while there is something to do
         self.wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda backward: backward
         self.wrap_update: Callable[[Optimizer, Callable[[], Any]], Any] | None = None
         torch.Tensor.backward = self._counted(torch.Tensor.backward)
         torch.autograd.backward = self._counted_functional(torch.autograd.backward)
-        Optimizer.__init__ = self._noting(Optimizer.__init__)
+        replaces(Optimizer, "__init__")(self._note)
         torch.amp.GradScaler.step = self._watched(torch.amp.GradScaler.step)  # pyright: ignore[reportPrivateImportUsage]
         register_optimizer_step_post_hook(self._after_update)
 
@@ -128,19 +129,15 @@ class StepSeam:
             self.on_first_backward()
         return self.active
 
-    def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def noted_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self.counts.pop(id(optimizer), None)  # of an optimizer that is gone
-            self.has_optimizer = True
-            if self.sites.note("optimizers", optimizer) is not None:
-                self.on_optimizer(optimizer)
-            step = type(optimizer).step
-            if self.wrap_update is not None and not hasattr(step, "under_methods"):
-                type(optimizer).step = self._updating(step, self.wrap_update)
-
-        return noted_init
+    def _note(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self.counts.pop(id(optimizer), None)  # of an optimizer that is gone
+        self.has_optimizer = True
+        if self.sites.note("optimizers", optimizer) is not None:
+            self.on_optimizer(optimizer)
+        step = type(optimizer).step
+        if self.wrap_update is not None and not hasattr(step, "under_methods"):
+            type(optimizer).step = self._updating(step, self.wrap_update)
 
     def _updating(
         self, original: Callable[..., Any], update: Callable[[Optimizer, Callable[[], Any]], Any]
@@ -168,7 +165,6 @@ class StepSeam:
             before = self.counts.get(id(optimizer), 0)
             result = original(scaler, optimizer, *args, **kwargs)
             if self.active and self.counts.get(id(optimizer), 0) == before:
-                self.skipped += 1
                 self._after_update(optimizer, (), {})
             return result
 
@@ -221,7 +217,3 @@ def _listed(tensors: Any) -> list[Any]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     return [] if tensors is None else list(tensors)
-
-
-def _nothing() -> None:
-    pass

@@ -24,10 +24,7 @@ def watch_threads(sites: Sites, is_set_by_recipe: bool) -> None:
     def set_num_threads(count: int, /) -> None:
         frame = inspect.currentframe()
         caller = (frame and frame.f_back and frame.f_back.f_globals.get("__name__")) or ""
-        if caller.partition(".")[0] in (
-            "torch",
-            "hasten",
-        ):  # torch sets it for loader workers and for its pinning thread
+        if caller.partition(".")[0] in ("torch", "hasten"):  # for loader workers and the thread that pins memory
             return original(count)
         entry = {"site": f"{sites.line()}#1", "type": "torch.set_num_threads", "count": count}
         entries = sites.records.setdefault(KIND, [])

@@ -44,11 +44,9 @@ class FrameworkLoop:
         no_torch_optimizer: Called with the reason at the first update of an optimizer that methods cannot change.
     """
 
-    def __init__(
-        self, steps: StepSeam, models: ModelSeam, no_torch_optimizer: Callable[[str], None], in_float64: bool = False
-    ):
-        self.steps, self.models, self.no_torch_optimizer = steps, models, no_torch_optimizer
-        self.in_float64 = in_float64
+    def __init__(self, steps: StepSeam, models: ModelSeam):
+        self.steps, self.models, self.in_float64 = steps, models, False
+        self.no_torch_optimizer: Callable[[str], None] = lambda why: None
         self.facts: set[str] = set()
         self.trainer: Any = None
         self.has_optimizer = False

@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+from hasten.hosts.inside.replace import replaces
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.frameworks import FrameworkLoop
@@ -30,10 +33,12 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     lists: Any = import_module(f"{src}.callbacks.callback_list").CallbackList
     optimizer: Any = import_module(f"{src}.optimizers.base_optimizer").BaseOptimizer
     loop.models.is_symbolic = lambda args, kwargs: in_stateless_scope() or any_symbolic_tensors(args, kwargs)
-    optimizer.__init__ = _taken(optimizer.__init__, None, loop)
+    trainer = module.TorchTrainer
     optimizer.apply = _counted(optimizer.apply, loop)
-    lists.on_epoch_end = _reported(lists.on_epoch_end, loop)
-    module.TorchTrainer.fit = _noted(module.TorchTrainer.fit, loop)
+    replaces(lists, "on_epoch_end")(partial(_report_epoch, loop))
+    replaces(trainer, "fit")(partial(_note_fit, loop))
+    optimizer.__init__ = _taken(optimizer.__init__, None, loop)
+    trainer.fit = _taken(trainer.fit, "fit", loop)
 
 
 def _compute_in_float64() -> None:
@@ -51,30 +56,21 @@ def _compute_in_float64() -> None:
     import_module(f"{src}.backend.common.dtypes").BIT64_TO_BIT32_DTYPE["float64"] = "float64"
     policy._parse_name = lambda self, name: tuple("float64" if d in FLOATS else d for d in parse(self, name))
     for name in DRAWS:
-        setattr(random, name, _drawn_in_float32(getattr(random, name)))
+        replaces(random, name)(_draw_in_float32)
 
 
-def _drawn_in_float32(original: Any) -> Any:
-    """A random function that returns float64 tensors of the numbers that it draws in a run in float32."""
-
-    @functools.wraps(original)
-    def draw(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        return original(*args, dtype="float32", **kwargs).double()
-
-    return draw
+def _draw_in_float32(original: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    """Float64 tensors of the numbers that a random function draws in a run in float32."""
+    return original(*args, dtype="float32", **kwargs).double()
 
 
-def _noted(original: Any, loop: FrameworkLoop) -> Any:
-    @functools.wraps(original)
-    def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
-        loop.trainer = model
-        loop.facts.add("keras")
-        loop.steps.has_optimizer = True  # so that a backward pass ends no step
-        if any(hasattr(layer, "cell") for layer in model._flatten_layers()):
-            loop.facts.add("keras_rnn")
-        return original(model, *args, **kwargs)
-
-    return _taken(fit, "fit", loop)
+def _note_fit(loop: FrameworkLoop, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    loop.trainer = model
+    loop.facts.add("keras")
+    loop.steps.has_optimizer = True  # so that a backward pass ends no step
+    if any(hasattr(layer, "cell") for layer in model._flatten_layers()):
+        loop.facts.add("keras_rnn")
+    return original(model, *args, **kwargs)
 
 
 def _taken(original: Any, name: str | None, loop: FrameworkLoop) -> Any:
@@ -126,19 +122,14 @@ def _counted(original: Any, loop: FrameworkLoop) -> Any:
     return apply
 
 
-def _reported(original: Any, loop: FrameworkLoop) -> Any:
+def _report_epoch(loop: FrameworkLoop, original: Any, callbacks: Any, epoch: int, logs: Any = None) -> Any:
     """``CallbackList.on_epoch_end``, whose logs hold the metrics of the validation."""
-
-    @functools.wraps(original)
-    def on_epoch_end(callbacks: Any, epoch: int, logs: Any = None) -> Any:
-        held_out = [name for name in logs or () if name.startswith("val_")]
-        for name in held_out:
-            loop.report(name, logs[name])
-        result = original(callbacks, epoch, logs)
-        loop.monitor = _monitor(callbacks.callbacks, held_out)  # not sooner: a callback finds its direction here
-        return result
-
-    return on_epoch_end
+    held_out = [name for name in logs or () if name.startswith("val_")]
+    for name in held_out:
+        loop.report(name, logs[name])
+    result = original(callbacks, epoch, logs)
+    loop.monitor = _monitor(callbacks.callbacks, held_out)  # not sooner: a callback finds its direction here
+    return result
 
 
 def _monitor(callbacks: list[Any], held_out: list[str]) -> tuple[str, str] | None:

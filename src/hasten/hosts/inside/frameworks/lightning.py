@@ -6,8 +6,9 @@ check before the first step is not an evaluation.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
+
+from hasten.hosts.inside.replace import replaces
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.frameworks import FrameworkLoop
@@ -49,14 +50,10 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
             for name in ("training_step", BATCH_HOOK):  # a function in the object cannot be pickled
                 pl_module.__dict__.pop(name, None)
 
-    original = module.Trainer.__init__
-
-    @functools.wraps(original)
-    def watched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    @replaces(module.Trainer, "__init__")
+    def watched_init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **{**kwargs, **loop.take("Trainer", kwargs)})
         trainer.callbacks.insert(0, LightningCallback())
-
-    module.Trainer.__init__ = watched_init
 
 
 def _read_in_float64(pl_module: Any) -> None:

@@ -9,18 +9,18 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from hasten.hosts.inside.replace import replaces
 from hasten.utils.graph_batch import graph_sampler, set_epoch
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.frameworks import FrameworkLoop
     from hasten.hosts.inside.sites import Sites
 
-_epochs: WeakKeyDictionary[Any, Iterator[int]] = (
-    WeakKeyDictionary()
-)  # of the loaders of each sampler that was made here
+_epochs = WeakKeyDictionary[Any, Iterator[int]]()  # of the loaders of each sampler that was made here
 
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
@@ -31,23 +31,18 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     module.NeighborSampler = _make_sampler
     for name in ("NeighborLoader", "LinkNeighborLoader"):
         if loader_class := vars(module).get(name):
-            loader_class.__iter__ = _count_epochs(loader_class.__iter__, loop.steps.sites)
+            replaces(loader_class, "__iter__")(partial(_count_epoch, loop.steps.sites))
 
 
-def _count_epochs(original: Callable[[Any], Any], sites: Sites) -> Callable[[Any], Any]:
+def _count_epoch(sites: Sites, original: Callable[[Any], Any], loader: Any) -> Any:
     """``__iter__`` of a loader, where each epoch has other samples, as with pyg-lib, also without ``shuffle``.
 
     Epochs that hasten reads for a method are those of the script, and are not counted again.
     """
-
-    @functools.wraps(original)
-    def iterate(loader: Any) -> Any:
-        sampler = graph_sampler(loader)
-        if sampler in _epochs and sites.line() is not None:
-            set_epoch(loader, next(_epochs[sampler]))
-        return original(loader)
-
-    return iterate
+    sampler = graph_sampler(loader)
+    if sampler in _epochs and sites.line() is not None:
+        set_epoch(loader, next(_epochs[sampler]))
+    return original(loader)
 
 
 def _make_sampler(*args: Any, **options: Any) -> Any:

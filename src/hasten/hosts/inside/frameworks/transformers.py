@@ -5,8 +5,9 @@ The fields of ``TrainingArguments`` can be varied.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
+
+from hasten.hosts.inside.replace import replaces
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.frameworks import FrameworkLoop
@@ -34,27 +35,19 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
                 loop.report(name, metrics[name])
             loop.monitor = _monitor(args, held_out)
 
-    original = module.Trainer.__init__
-
-    @functools.wraps(original)
-    def watched_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    @replaces(module.Trainer, "__init__")
+    def watched_init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
         trainer.add_callback(TransformersCallback(trainer))
-
-    module.Trainer.__init__ = watched_init
 
 
 def watch_arguments(module: Any, loop: FrameworkLoop) -> None:
     """``module`` is ``transformers.training_args``. Fields have the values that the script gives before post-init."""
-    arguments = module.TrainingArguments
-    original = arguments.__post_init__
 
-    @functools.wraps(original)
-    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self).update(loop.take(type(self).__name__, vars(self)))
-        original(self, *args, **kwargs)
-
-    arguments.__post_init__ = post_init
+    @replaces(module.TrainingArguments, "__post_init__")
+    def post_init(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
+        vars(arguments).update(loop.take(type(arguments).__name__, vars(arguments)))
+        original(arguments, *args, **kwargs)
 
 
 def _monitor(args: Any, held_out: list[str]) -> tuple[str, str] | None:

@@ -7,8 +7,9 @@ number that the script logs. A call does what it did before: a value that is no 
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import wraps
 from typing import Any
+
+from hasten.hosts.inside.replace import replaces
 
 Report = Callable[[str, float], None]
 
@@ -72,15 +73,12 @@ def _call_before(owner: type, name: str, read: Callable[..., None]) -> None:
     """Replaces a method by one that calls ``read`` with the same arguments first. An error of ``read`` is dropped:
     a version of the tracker whose arguments ``read`` does not know must not end the user's training.
     """
-    original = getattr(owner, name)
 
-    @wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    @replaces(owner, name)
+    def watched(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with suppress(Exception):
             read(*args, **kwargs)
         return original(*args, **kwargs)
-
-    setattr(owner, name, watched)
 
 
 def _report_all(data: Any, report: Report, prefix: str = "") -> None:
