@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 from zlib import crc32
 
@@ -54,8 +54,8 @@ class GlobalBatchInfo:
 
 
 class BatchIndices(list[int]):
-    """List of dataset indices: those from position ``first`` on of a global batch, which has the index ``batch`` in its
-    epoch; None: the same as among the batches that this rank reads.
+    """Indices from position ``first`` on of a global batch, which has the index ``batch`` in its epoch; None: the same
+    as among the batches that this rank reads.
     """
 
     first = 0
@@ -78,27 +78,18 @@ class EvaluationShards:
         finally:
             self.active = False
 
-    def most_batches(self, batches: int | None) -> int | None:
-        """The batches that one rank reads at most, of ``batches`` validation batches (None: unknown)."""
-        return batches and -(-batches // self.ranks.world_size)
 
+def share_evaluation(batches: BatchSource, shards: EvaluationShards) -> BatchSource | None:
+    """The validation batches; while ``shards`` are active, whole batches of them by turns, so that none is cut.
 
-def can_share_evaluation(batches: BatchSource, world_size: int, adds_up: bool, replicas_differ: bool) -> bool:
-    """Whether each rank can evaluate other batches: their order is known, and there is one for each rank.
-
-    ``adds_up``: the metric can be computed from what the ranks add up; ``replicas_differ``: methods let ranks hold
-    different weights between two steps.
+    None if they cannot be shared: their order is unknown, or there are fewer of them than ranks.
     """
     spec = batches.spec
-    if spec is None or world_size == 1 or spec.length < world_size or not adds_up or replicas_differ:
-        return False
-    return spec.loader is None or isinstance(spec.loader.sampler, SequentialSampler)  # shuffled: each rank has an order
-
-
-def share_evaluation(batches: BatchSource, shards: EvaluationShards) -> BatchSource:
-    """The validation batches; while ``shards`` are active, whole batches of them by turns, so that none is cut."""
-    assert batches.spec is not None, "only samples that are read by index are shared"
-    order = batches.spec.batch_sampler
+    if spec is None or shards.ranks.is_single_process or spec.length < shards.ranks.world_size:
+        return None
+    if spec.loader is not None and not isinstance(spec.loader.sampler, SequentialSampler):
+        return None  # shuffled: each rank has an order
+    order = spec.batch_sampler
 
     def numbered(epoch: int) -> Iterator[list[int]]:
         first, step = (shards.ranks.rank, shards.ranks.world_size) if shards.active else (0, 1)
@@ -124,13 +115,9 @@ class ShardLog:
 def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, stages: int = 1) -> BatchSource:
     """This rank's shard of every batch. A batch with fewer samples than ranks is read completely by all of them.
 
-    Of samples that are read by index, each rank reads its shard only. A stream, or a DataLoader with its own sampler,
-    is read completely by every rank, which then keeps its shard. Random numbers drawn by samples depend on their
-    position or come from a separate generator: ranks that read the same samples, such as the pipeline ``stages`` of a
-    replica, may compute other layers and so draw other random numbers there.
-
-    Raises:
-        RunError: While the batches are read: the first batch of a stream has samples outside tensors.
+    Samples read by index are read by one rank each. A stream, or a DataLoader with its own sampler, is read completely
+    by every rank; RunError, then, if it has samples outside tensors. Random numbers drawn by samples depend on their
+    position or come from a separate generator: ranks of one replica (``stages``) may draw others in their layers.
     """
     if ranks.is_single_process and (stages == 1 or batches.seekable):
         return batches
@@ -165,9 +152,8 @@ def with_loss_weights(
     """The same batches; before each, sets the global batch size and the weight of this rank's shard in ``progress``.
 
     If both follow from a known order, the ranks compare the order once an epoch; else they exchange sizes before every
-    step, and methods that communicate only every few steps (``replicas_differ``) save less: a warning.
-    ConfigurationError if there are more ranks than samples in a batch; RunError, during an epoch, if the ranks read
-    different data.
+    step, and ``replicas_differ`` (communication every few steps) saves less: a warning. ConfigurationError if there are
+    more ranks than samples in a batch; RunError, during an epoch, if the ranks read different data.
     """
     if ranks.is_single_process:
         return batches
@@ -181,9 +167,9 @@ def with_loss_weights(
         log.plans.clear()
         log.batches.clear()
         iterator = iter(read(epoch, start))
-        first = [next(iterator, None)]  # reading it writes the plan of the epoch
+        batch = next(iterator, None)  # reading it writes the plan of the epoch
         sizes = _agreed_sizes(epoch, ranks, log) if order_known else None
-        for index, batch in enumerate(_then_none(first, iterator), start):
+        for index in count(start):
             name = f"batch {index + 1} of epoch {epoch + 1}"
             local = 0 if batch is None else batch_size(batch)
             if sizes is not None:
@@ -195,7 +181,8 @@ def with_loss_weights(
             progress.global_batch_size = samples
             progress.loss_weight = 1.0 if samples < ranks.world_size else ranks.world_size * local / summed
             yield batch
-            del batch  # or its memory could not be used for the next one
+            batch = None  # or its memory could not be used for the next one
+            batch = next(iterator, None)
 
     return dataclasses.replace(batches, epoch=epoch)
 
@@ -252,16 +239,6 @@ def _draw_from(data_state: torch.Tensor, iterator: Iterator[Batch]) -> Iterator[
         if batch is not None:
             yield batch
     torch.set_rng_state(data_state)
-
-
-def _then_none(first: list[Batch], iterator: Iterator[Batch]) -> Iterator[Batch]:
-    """Yields the batch in the list ``first``, those of the iterator, then None; keeps no reference to them."""
-    batch = first.pop()
-    yield batch
-    while batch is not None:
-        del batch
-        batch = next(iterator, None)
-        yield batch
 
 
 def _agreed_sizes(epoch: int, ranks: ProcessGroupInfo, log: ShardLog) -> list[int] | None:

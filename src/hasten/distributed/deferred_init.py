@@ -51,9 +51,7 @@ Materialize = Callable[[Sequence[torch.Tensor]], Iterator[tuple[int, torch.Tenso
 
 
 def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Materialize]:
-    """The model that ``make`` returns, on the meta device, and ``InitRecorder.materialize`` for its tensors.
-    ConfigurationError if building the model depends on values, or an operation cannot be recorded.
-    """
+    """The model of ``make`` on the meta device, and ``InitRecorder.materialize``; ConfigurationError if impossible."""
     recorder = InitRecorder()
     try:
         with recorder, ReportCpuDevice(), _record_trunc_normal(recorder):

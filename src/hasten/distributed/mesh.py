@@ -13,9 +13,7 @@ from hasten.distributed.collectives import all_reduce_gradients
 
 
 def resolve_parallel_size(name: str, degree: int, world_size: int) -> int:
-    """The number of ranks that hold one model replica, from a method's ``degree``; 0 stands for all ranks.
-    ConfigurationError if the degree is 1, or does not divide the number of ranks.
-    """
+    """Ranks per model replica, from a method's ``degree`` (0: all ranks); ConfigurationError if it does not fit."""
     degree = degree or world_size
     if degree == 1:
         raise ConfigurationError(
@@ -28,9 +26,9 @@ def resolve_parallel_size(name: str, degree: int, world_size: int) -> int:
 
 
 def assign_mesh_dim(method: Method, run: RunContext, dimension: str) -> None:
-    """Assigns a dimension of the mesh ("pp" or "tp") to a method with the option ``degree``, its size; 0: all ranks
-    that others leave. ConfigurationError if the degrees do not fit the number of ranks, or if two methods both request
-    all ranks.
+    """Gives a mesh dimension ("pp" or "tp") to a method whose ``degree`` is its size; 0: all ranks that others leave.
+
+    ConfigurationError if the degrees do not fit the number of ranks, or if two methods both request all ranks.
     """
     parallel = run.parallel
     assert parallel is not None

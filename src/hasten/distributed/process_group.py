@@ -29,9 +29,8 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Iterator[ProcessGroupInfo]:
     """The process group of the job that this process was started in; a single process where there is none.
 
-    ``device`` "cuda..." initializes NCCL as well; ``timeout`` is in seconds, for a rank that does not answer.
-    ConfigurationError if the environment describes a job incompletely, PeerFailure if the other ranks cannot be
-    reached, or one of them has ended or does not answer.
+    ``device`` "cuda..." initializes NCCL as well; it waits ``timeout`` seconds for a silent rank. ConfigurationError
+    if the environment is incomplete, PeerFailure if ranks cannot be reached, have ended or do not answer.
     """
     if not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") == "1":
         yield ProcessGroupInfo()
@@ -56,9 +55,7 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
 
 
 def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | None:
-    """The result of ``function()`` on rank 0, None on the other ranks. All ranks must call it. A ConfigurationError or
-    RunError of ``function`` is raised on rank 0, and PeerFailure on the other ranks.
-    """
+    """``function()`` on rank 0, None elsewhere; its error is a PeerFailure there. All ranks must call it."""
     result = error = None
     if ranks.is_main_process:
         try:
@@ -74,9 +71,7 @@ def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | N
 
 
 def check_ranks_agree(ranks: ProcessGroupInfo, values: dict[str, str]) -> None:
-    """Checks that all ranks were started alike: ``values`` is name (as the user knows it) -> value, equal on all ranks.
-    ConfigurationError names the rank and the value that differs from rank 0.
-    """
+    """ConfigurationError that names rank and value if ``values`` (name -> value) differ from those of rank 0."""
     first, *others = [json.loads(text) for text in ranks.all_gather(json.dumps(values).encode())]
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
@@ -132,28 +127,19 @@ def _process_group_info(group: Any) -> ProcessGroupInfo:
         return tensor.tolist()
 
     def broadcast(content: bytes) -> bytes:
-        length = int(all_reduce([len(content) if rank == 0 else 0], dist.ReduceOp.SUM)[0])
-        tensor = _to_tensor(content) if rank == 0 else torch.empty(length, dtype=torch.uint8)
-        dist.broadcast(tensor, 0, group=group)
-        return tensor.numpy().tobytes()
-
-    def pad(content: bytes) -> tuple[list[int], torch.Tensor]:
-        """(bytes of each rank's content, this rank's content as uint8 padded to the longest). A collective."""
-        one_hot = [len(content) if other == rank else 0 for other in range(world_size)]
-        lengths = [int(length) for length in all_reduce(one_hot, dist.ReduceOp.SUM)]
-        return lengths, _to_tensor(content + bytes(max(lengths) - len(content)))
+        contents = [content]
+        dist.broadcast_object_list(contents, 0, group)
+        return contents[0]
 
     def all_gather(content: bytes) -> list[bytes]:
-        lengths, padded = pad(content)
-        received = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(received, padded, group=group)
-        return [tensor.numpy().tobytes()[:length] for tensor, length in zip(received, lengths, strict=True)]
+        contents: list[Any] = [None] * world_size
+        dist.all_gather_object(contents, content, group)
+        return contents
 
     def gather(content: bytes) -> list[bytes]:
-        lengths, padded = pad(content)
-        received = [torch.empty_like(padded) for _ in lengths] if rank == 0 else None
-        dist.gather(padded, received, group=group)
-        return [tensor.numpy().tobytes()[:length] for tensor, length in zip(received or [], lengths, strict=rank == 0)]
+        contents: list[Any] = [None] * world_size if rank == 0 else []
+        dist.gather_object(content, contents or None, 0, group)
+        return contents
 
     return ProcessGroupInfo(
         rank,
@@ -165,7 +151,3 @@ def _process_group_info(group: Any) -> ProcessGroupInfo:
         all_gather=all_gather,
         gather=gather,
     )
-
-
-def _to_tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

@@ -177,10 +177,7 @@ def is_sharded(run: RunContext) -> bool:
 
 
 def update_only_tensors(run: RunContext) -> list[torch.Tensor]:
-    """The tensors of a run's state that change in the optimizer step only.
-
-    Frozen weights are not among them: a forward pass may change them unnoticed (``.data.mul_()``).
-    """
+    """The tensors that change in the optimizer step only: not frozen weights, which a forward pass may change."""
     trained = (weight for weight in run.unwrapped_model.parameters() if weight.requires_grad)
     held = [*trained, *batch_tensors(dict(run.optimizer.state))]
     return [to_local(tensor).detach() for tensor in held if not tensor.is_meta]
@@ -271,10 +268,7 @@ def restore_rng_state(batches: BatchSource, state: State) -> None:
 def resume_epoch(
     batches: BatchSource, start_of_epoch: State | None, now: State
 ) -> Callable[[int, int], Iterator[Batch]]:
-    """``batches.epoch`` for the interrupted epoch: its remaining batches, under the random state ``now``.
-
-    ``start_of_epoch`` is the random state at the start of the epoch, needed if the source is not seekable.
-    """
+    """``batches.epoch`` for the rest of an interrupted epoch, replayed if not seekable; ``now``: its random state."""
 
     def epoch(index: int, start: int) -> Iterator[Batch]:
         if batches.seekable or start_of_epoch is None or not start:

@@ -28,11 +28,7 @@ T = TypeVar("T")
 
 
 class EffectObserver:
-    """Observes the effect of each method in one step.
-
-    Args:
-        run: A built run, whose ``effect_checks`` move to this object.
-        methods: The methods of the run.
+    """Observes the effect of each of the ``methods`` of a built ``run`` in one step; takes over its ``effect_checks``.
 
     Attributes:
         evidence: Method -> what its check saw, in one line; "effect not checked" for a method without a check.
@@ -55,11 +51,7 @@ class EffectObserver:
         self.warmup_steps = WARMUP_STEPS if steps is None else min(WARMUP_STEPS, max(0, steps - 1))
 
     def observed(self, steps: Generator[T]) -> Generator[T]:
-        """Yields from ``steps``, an iterator that trains a step whenever it is advanced, and observes one of them.
-
-        Raises:
-            RunError: A method has no effect, and ``require_effect`` is set.
-        """
+        """Yields from ``steps``, which trains a step whenever it advances, and observes one; RunError as ``check``."""
         return self._observed(steps) if self.checks else steps
 
     def check(self) -> None:
@@ -68,17 +60,14 @@ class EffectObserver:
             raise RunError("; ".join(f"{method} {NO_EFFECT}: {reason}" for method, reason in self.run.no_effect))
 
     def _observed(self, steps: Generator[T]) -> Generator[T]:
-        while self.warmup_steps:
-            for item in steps:
-                yield item
-                break
-            else:
-                return
+        while self.warmup_steps and (items := [*islice(steps, 1)]):
+            yield from items
             self.warmup_steps -= 1
-        for item in self._observe_next(steps):
-            self.check()
-            yield item
-        yield from steps
+        if not self.warmup_steps:
+            for item in self._observe_next(steps):
+                self.check()
+                yield item
+            yield from steps
 
     def _observe_next(self, steps: Iterator[T]) -> list[T]:
         """Trains one step under all checks; returns what it yielded, in a list that is empty if there was none."""

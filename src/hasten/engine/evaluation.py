@@ -14,10 +14,10 @@ from hasten.utils.rng import preserve_rng_state
 
 
 def evaluate(program: Program) -> EvaluationResult:
-    """The metric over the validation data, by the exported model. Changes no state of the run. All ranks must call it.
+    """The metric over the validation data, by the exported model, of rank 0. Changes no state. All ranks must call it.
 
     The ranks share the batches where they can. Otherwise rank 0 evaluates all of them, or every rank does if the model
-    computes only if all ranks call it. The result is that of rank 0.
+    computes only if all ranks call it.
     """
     model, ranks, shards = program.export(), program.run.ranks, _shards(program)
     if ranks.is_single_process:
@@ -35,7 +35,7 @@ def evaluate(program: Program) -> EvaluationResult:
 def evaluated_batches(program: Program) -> int | None:
     """Number of validation batches that a rank evaluates at most; None if it is unknown."""
     batches, shards = program.validation.length if program.validation is not None else None, _shards(program)
-    return batches if shards is None else shards.most_batches(batches)
+    return batches if shards is None else batches and -(-batches // shards.ranks.world_size)
 
 
 def _shards(program: Program) -> EvaluationShards | None:

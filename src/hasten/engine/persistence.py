@@ -79,11 +79,7 @@ class Persistence:
             self._resume()
 
     def save(self, wait: bool) -> float:
-        """Begins to write a checkpoint in a thread; with ``wait``, returns only when it is on the disk.
-
-        Returns:
-            Seconds of this call, plus those that the thread spent on the previous checkpoint.
-        """
+        """Begins to write a checkpoint; ``wait``: writes it. Seconds of this call, and of the thread's previous one."""
         self.list_skipped()
         began = perf_counter()
         self.writer.finish()  # on all ranks, before any begins the next
@@ -223,9 +219,7 @@ class Persistence:
         return found
 
     def _newest(self) -> dict[str, Any] | None:
-        """The newest complete checkpoint or None; cuts log.jsonl to its step. ConfigurationError for other data. Rank
-        0.
-        """
+        """The newest complete checkpoint or None, on rank 0; cuts log.jsonl to it. ConfigurationError for other data"""
         assert self.directory is not None and self.checkpoints is not None
         length, identity = self.directory.logged(), self.directory.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)

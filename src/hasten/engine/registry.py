@@ -77,10 +77,7 @@ def default_methods(fact: str) -> list[str]:
 
 
 def remedies(problem: str) -> str:
-    """The methods that may help against a problem (key of REMEDIES), as the command line takes them: "a, b or c".
-
-    Without an NVIDIA GPU those for GPUs are left out.
-    """
+    """Methods against a problem (key of REMEDIES), as typed: "a, b or c"; without an NVIDIA GPU, none for GPUs."""
     import torch  # the command line reads names of methods without it
 
     cards = {name: card for name, card in cards_that_state("remedy_for").items() if problem in card.remedy_for}
@@ -157,10 +154,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def line_in(error: BaseException, path: str | Path) -> str:
-    """`` (line 12)``: the line of the user's file in which the error was raised; empty if it was raised elsewhere.
-
-    The text of a SyntaxError has its line already.
-    """
+    """`` (line 12)`` of the user's file in which the error was raised; empty elsewhere, or for a SyntaxError."""
     line, traceback = None, error.__traceback__
     while traceback:
         if traceback.tb_frame.f_code.co_filename == str(path):

@@ -7,7 +7,7 @@ itself is in ``trainer.py``.
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -126,24 +126,15 @@ def train(
             if begun:
                 begun(None if out is None else str(out))
             arguments = (program, chosen, directory, observers, on_progress, checkpoint_seconds, signals, began)
-            return _run(program, directory, partial(Trainer, *arguments))
-
-
-def _run(program: Program, directory: RunDirectory | None, make_trainer: Callable[[], Trainer]) -> dict[str, Any]:
-    """Trains with the trainer that ``make_trainer`` builds; then closes it and the run directory."""
-    try:
-        with program.process_context():
-            trainer = make_trainer()
             try:
-                return trainer.run()
+                with program.process_context(), closing(Trainer(*arguments)) as trainer:
+                    return trainer.run()
+            except KeyboardInterrupt:
+                advice = "; resume from the newest checkpoint with --resume" if directory else ""
+                raise RunInterrupted(f"stopped at once{advice}") from None
             finally:
-                trainer.close()
-    except KeyboardInterrupt:
-        advice = "; resume from the newest checkpoint with --resume" if directory else ""
-        raise RunInterrupted(f"stopped at once{advice}") from None
-    finally:
-        if directory:
-            directory.close()
+                if directory:
+                    directory.close()
 
 
 def _open_run_directory(
@@ -230,9 +221,7 @@ def run_identity(task: Task, seed: int, code: str | None, recipe: Recipe | None)
 
 
 def device_of(ranks: ProcessGroupInfo, device: str) -> str:
-    """The device of this rank: each rank of a node gets its own GPU. A collective. ConfigurationError if the node has
-    fewer GPUs than ranks, or the request names a single GPU for several ranks.
-    """
+    """The device of this rank: a GPU of its own. A collective. ConfigurationError if there are fewer than ranks."""
     if ranks.is_single_process or not device.startswith("cuda"):
         return device
     if device != "cuda":
