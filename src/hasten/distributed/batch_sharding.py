@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy
@@ -45,12 +45,7 @@ SYNC_EVERY_STEP = (
 )
 
 
-@dataclass(frozen=True)
-class GlobalBatchInfo:
-    """A global batch: its number of samples, and a fingerprint that distinguishes it from others."""
-
-    samples: int
-    fingerprint: int
+GlobalBatch: TypeAlias = tuple[int, int]  # its number of samples, and a fingerprint that distinguishes it from others
 
 
 class BatchIndices(list[int]):
@@ -108,7 +103,7 @@ class ShardLog:
     # epoch -> (size of every global batch, fingerprint of their order), for samples that are read by index
     plans: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     # (epoch, batch index) -> a global batch that this rank read completely
-    batches: dict[tuple[int, int], GlobalBatchInfo] = field(default_factory=dict)
+    batches: dict[tuple[int, int], GlobalBatch] = field(default_factory=dict)
     batch_sampler: Callable[[int], Iterable[list[int]]] | None = None  # the sampler that computed ``plans``
 
 
@@ -135,7 +130,7 @@ def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, 
             # only the first one: a list that belongs to the whole batch may by chance be as long as the last batch
             if index == start and _has_samples_outside_tensors(batch, batch_size(batch)):
                 raise RunError(NOT_TENSORS)
-            log.batches[epoch, index] = GlobalBatchInfo(batch_size(batch), _fingerprint(batch))
+            log.batches[epoch, index] = batch_size(batch), _fingerprint(batch)
             yield _shard(batch, ranks)
 
     return dataclasses.replace(batches, epoch=epoch, with_workers=None)
@@ -173,7 +168,9 @@ def with_loss_weights(
             name = f"batch {index + 1} of epoch {epoch + 1}"
             local = 0 if batch is None else batch_size(batch)
             if sizes is not None:
-                samples = summed = _planned_samples(sizes, index, local, name, ranks)
+                samples = summed = sizes[index] if index < len(sizes) else 0
+                if local != (expected := _shard_size(samples, ranks)):
+                    raise RunError(f"rank {ranks.rank} has {local} samples of {name}, expected {expected}: {SAME_DATA}")
             else:
                 samples, summed = _exchange_samples(_global_batch(log, epoch, index), local, name, ranks)
             if batch is None:
@@ -252,34 +249,26 @@ def _agreed_sizes(epoch: int, ranks: ProcessGroupInfo, log: ShardLog) -> list[in
     return sizes
 
 
-def _global_batch(log: ShardLog, epoch: int, index: int) -> GlobalBatchInfo | None:
+def _global_batch(log: ShardLog, epoch: int, index: int) -> GlobalBatch | None:
     """Size and fingerprint of a batch: as read completely, else as planned; None if neither is known."""
     if (info := log.batches.pop((epoch, index), None)) is not None:
         return info
     sizes, fingerprint = log.plans.get(epoch, ([], 0))
-    return GlobalBatchInfo(sizes[index], fingerprint) if index < len(sizes) else None
+    return (sizes[index], fingerprint) if index < len(sizes) else None
 
 
-def _planned_samples(sizes: list[int], index: int, local: int, name: str, ranks: ProcessGroupInfo) -> int:
-    """Samples of the global batch ``index``; ``RunError`` unless ``local`` is the size of this rank's shard."""
-    samples = sizes[index] if index < len(sizes) else 0
-    if local != (expected := _shard_size(samples, ranks)):
-        raise RunError(f"rank {ranks.rank} has {local} samples of {name}, expected {expected}: {SAME_DATA}")
-    return samples
-
-
-def _exchange_samples(known: GlobalBatchInfo | None, local: int, name: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
+def _exchange_samples(known: GlobalBatch | None, local: int, name: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
     """(samples of the batch, sum of all ranks' ``local``, which may be more); RunError if the ranks' data differ."""
-    if known is not None and local != _shard_size(known.samples, ranks):
-        known = None  # a method has changed the samples
-    fingerprint = 0 if known is None else known.fingerprint
+    samples, fingerprint = known or (None, 0)
+    if samples is not None and local != _shard_size(samples, ranks):
+        samples, fingerprint = None, 0  # a method has changed the samples
     one_hot = [local if rank == ranks.rank else 0 for rank in range(ranks.world_size)]
     largest, negated_smallest, *counts = ranks.all_reduce_max([fingerprint, -fingerprint, *one_hot])
     if any(counts) and not all(counts):
         raise RunError(f"rank {counts.index(0)} has no {name}, but others have: {SAME_DATA}")
     if largest != -negated_smallest:
         raise RunError(f"the ranks read different data as {name}: {SAME_DATA}; {SEEDED}")
-    return (int(sum(counts)) if known is None else known.samples), int(sum(counts))
+    return (int(sum(counts)) if samples is None else samples), int(sum(counts))
 
 
 def _shard_size(samples: int, ranks: ProcessGroupInfo) -> int:

@@ -41,7 +41,7 @@ def broadcast_tensors(
 
 @contextmanager
 def buffers_of_main_process(model: torch.nn.Module) -> Iterator[None]:
-    """Context manager: all ranks have the buffers of rank 0, and their own again after it. All must enter it."""
+    """Context manager: all ranks have the buffers of rank 0, and afterwards their own. All ranks must enter it."""
     buffers = list(model.buffers())
     own = [buffer.clone() for buffer in buffers]
     broadcast_tensors(buffers)

@@ -39,7 +39,11 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
     # a process that waits for other ranks has nothing to save yet: SIGINT and SIGTERM end it
     with handle_signals((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL), _translate_peer_errors(timeout):
         if owns_default_group:
-            _init_default_group(device, timeout)
+            if missing := [name for name in ENVIRONMENT if name not in os.environ]:
+                advice = "start the processes with hasten or torchrun"
+                raise ConfigurationError(f"WORLD_SIZE is above 1, but {missing[0]} is not set; {advice}")
+            backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+            _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout)))
         group = _connect(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
     succeeded = False
     try:
@@ -55,7 +59,7 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
 
 
 def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | None:
-    """``function()`` on rank 0, None elsewhere; its error is a PeerFailure there. All ranks must call it."""
+    """``function()`` on rank 0; None on others, where an error of it is a PeerFailure. All ranks must call it."""
     result = error = None
     if ranks.is_main_process:
         try:
@@ -71,7 +75,7 @@ def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | N
 
 
 def check_ranks_agree(ranks: ProcessGroupInfo, values: dict[str, str]) -> None:
-    """ConfigurationError that names rank and value if ``values`` (name -> value) differ from those of rank 0."""
+    """Raises ConfigurationError, which names rank and value, if ``values`` (by name) are not equal on all ranks."""
     first, *others = [json.loads(text) for text in ranks.all_gather(json.dumps(values).encode())]
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
@@ -97,14 +101,6 @@ def _translate_peer_errors(timeout: float) -> Iterator[None]:
         if peer_failure(error) == "gone":
             raise PeerFailure(PEER_GONE) from error
         raise
-
-
-def _init_default_group(device: str, timeout: float) -> None:
-    if missing := [name for name in ENVIRONMENT if name not in os.environ]:
-        advice = "start the processes with hasten or torchrun"
-        raise ConfigurationError(f"WORLD_SIZE is above 1, but {missing[0]} is not set; {advice}")
-    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
-    _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout)))
 
 
 def _connect(connect: Callable[[], Any]) -> Any:

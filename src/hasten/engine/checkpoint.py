@@ -55,7 +55,11 @@ class Checkpoints:
         count = NUM_CHECKPOINTS + (state["parts"] > 1)  # other ranks may still be writing shards of the newest
         self.good = [*(known for known in self.good if known != path), path][-count:]
         if rank == 0:
-            self._remove_all_except({known.stem for known in self.good})
+            stems = {known.stem for known in self.good}
+            for other in self.directory.glob("step-*.pt"):  # of every rank
+                if other.stem.partition(RANK_SUFFIX)[0] not in stems:
+                    with translate_disk_errors(other, FREE_THE_DISK):
+                        other.unlink(missing_ok=True)
 
     def newest(self, matches: Callable[[State], bool]) -> State | None:
         """The newest complete checkpoint that ``matches``; None without any, RunError if all of them are unusable."""
@@ -86,13 +90,6 @@ class Checkpoints:
         if any(shard["save"] != state["save"] for shard in shards):
             raise ValueError("the shards of its ranks were written by different saves")
         return state | merge_shards([{name: shard[name] for name in SHARDED_KEYS} for shard in (state, *shards)])
-
-    def _remove_all_except(self, stems: set[str]) -> None:
-        """Removes the checkpoint files, of every rank, whose name without rank and suffix is not in ``stems``."""
-        for other in self.directory.glob("step-*.pt"):
-            if other.stem.partition(RANK_SUFFIX)[0] not in stems:
-                with translate_disk_errors(other, FREE_THE_DISK):
-                    other.unlink(missing_ok=True)
 
     def _warn_if_unloadable(self, path: Path) -> None:
         """Warns at the first save, not after a crash, if a checkpoint cannot be loaded without executing code."""

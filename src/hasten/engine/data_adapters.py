@@ -107,7 +107,7 @@ def _refuse_distributed_sampler(data: Any, field: str) -> None:
 
 
 def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
-    """The first batch of the training data, not consumed; else of the validation data; else ConfigurationError."""
+    """The first batch, not consumed; of the validation data if only they can be read again. Else ConfigurationError."""
     source = training if training.seekable else validation
     if source is None:
         reason = "these data can be read only once; give validation_data"

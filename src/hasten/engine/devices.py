@@ -82,7 +82,7 @@ def visible_gpus() -> tuple[str, list[str]]:
 
 
 def assign_gpus(visible: Sequence[tuple[str, Sequence[str]]], local_ranks: Sequence[int]) -> list[int]:
-    """The index of the GPU of each rank, among those that it sees (``visible_gpus``); ConfigurationError: too few.
+    """The index of the GPU of each rank, among those that it sees . ConfigurationError if GPUs do not suffice.
 
     torchrun shows all GPUs of a node to all its ranks; Slurm, Kubernetes and MIG may show each rank its own one only.
     """

@@ -42,7 +42,8 @@ class EffectObserver:
         self.evidence = {method.name: NOT_CHECKED for method in methods if method.name not in inactive}
         self.checks = {name: check for name, check in run.effect_checks.items() if name in self.evidence}
         self.running: dict[str, Generator[None, None, str]] = {}  # checks that have begun
-        self.files = {method.name: _file_of(method) for method in methods}
+        modules = {method.name: type(method).__module__ for method in methods}
+        self.files = {name: getattr(sys.modules.get(m), "__file__", None) or m for name, m in modules.items()}
         self.check_seconds = dict.fromkeys(self.checks, 0.0)
         run.effect_checks = {}  # its checks refer to the run
         for name in self.checks:
@@ -129,10 +130,6 @@ class EffectObserver:
         self.evidence.pop(name, None)
         if name not in dict(self.run.no_effect):  # the method may have reported a better reason itself
             self.run.no_effect.append((name, reason))
-
-
-def _file_of(method: Method) -> str:
-    return getattr(sys.modules.get(type(method).__module__), "__file__", None) or type(method).__module__
 
 
 def _as_generator(check: EffectCheck) -> Generator[None, None, str]:

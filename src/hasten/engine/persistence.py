@@ -79,7 +79,10 @@ class Persistence:
             self._resume()
 
     def save(self, wait: bool) -> float:
-        """Begins to write a checkpoint; ``wait``: writes it. Seconds of this call, and of the thread's previous one."""
+        """Begins to write a checkpoint in a thread; with ``wait``, returns only when it is on the disk.
+
+        Returns the seconds of this call, plus those that the thread spent on the previous checkpoint.
+        """
         self.list_skipped()
         began = perf_counter()
         self.writer.finish()  # on all ranks, before any begins the next
@@ -207,19 +210,18 @@ class Persistence:
         if self.ranks.is_single_process:
             return state
         save = self.ranks.broadcast(state["save"].encode() if state else b"").decode()
+        if not save:
+            return None
         directory = checkpoint.find_shared_directory(self.ranks, self.directory and self.directory.path / "checkpoints")
-        if directory is None or not save:
-            return checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
-        found = state
-        if found is None:
+        if directory and state is None:
             with suppress(RunError):
-                found = checkpoint.Checkpoints(directory).newest(lambda other: other["save"] == save)
-        if self.ranks.any(found is None):  # a shared file system may show the directory before its files
+                state = checkpoint.Checkpoints(directory).newest(lambda other: other["save"] == save)
+        if self.ranks.any(state is None):  # a shared file system may show the directory before its files
             return checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
-        return found
+        return state
 
     def _newest(self) -> dict[str, Any] | None:
-        """The newest complete checkpoint or None, on rank 0; cuts log.jsonl to it. ConfigurationError for other data"""
+        """The newest complete checkpoint or None, on rank 0; cuts log.jsonl to it. ConfigurationError: other data."""
         assert self.directory is not None and self.checkpoints is not None
         length, identity = self.directory.logged(), self.directory.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)
@@ -227,13 +229,8 @@ class Persistence:
         self.directory.remove(bad_rows.FILE)  # the checkpoint holds the rows skipped before it
         if not state and self.directory.begun:
             warnings.warn("no checkpoint was written yet; the run starts over at step 0", HastenWarning, stacklevel=2)
-        if state:
-            self._check_same_data(state["samples_per_epoch"])
-        return state
-
-    def _check_same_data(self, before: int | None) -> None:
-        """Raises ``ConfigurationError`` if an epoch had another number of samples ``before`` the run was resumed."""
-        now = self.run.plan.samples
+        before, now = state["samples_per_epoch"] if state else None, self.run.plan.samples
         if before is not None and now is not None and before != now:
             advice = f"give it the {before} samples again, or start anew in another --out"
             raise ConfigurationError(f"the data have {now} samples, the run in {self.out} had {before}; {advice}")
+        return state

@@ -161,20 +161,19 @@ def _build_data(
 
 def _build_model(task: Task, fold: Fold, run: RunContext) -> torch.nn.Module:
     """The model after the ``model`` hooks, on ``init_device`` of the ParallelContext: run's device, CPU or meta."""
-    make = partial(_make_model, task, fold)
+
+    def make() -> torch.nn.Module:
+        model: Any = task.model()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigurationError(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigurationError("the model has no parameters to train")
+        return fold("model", model)
+
     if run.parallel and run.parallel.init_device == "meta":
         model, run.parallel.materialize = deferred_init(make)
         return model
     return make() if run.parallel and run.parallel.init_device == "cpu" else make().to(run.device)
-
-
-def _make_model(task: Task, fold: Fold) -> torch.nn.Module:
-    model: Any = task.model()
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigurationError(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigurationError("the model has no parameters to train")
-    return fold("model", model)
 
 
 def _build_forward(task: Task, fold: Fold, run: RunContext, own_step: OwnStep | None) -> ForwardFn:

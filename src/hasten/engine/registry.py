@@ -26,6 +26,7 @@ from hasten.core.method import HOOKS, Method, validate_options
 from hasten.core.recipe import Recipe
 
 ENTRY_POINTS = "hasten.methods"
+METHODS_DIRECTORY = Path(hasten.methods.__path__[0])
 DISTRIBUTED = "distributed"  # the fact (key of FACTS) under which methods for several processes apply
 OPTION_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "absent"}
 
@@ -44,7 +45,7 @@ def method_class(name: str) -> type[Method]:
     if name not in _method_files():
         advice = suggest(name, method_names())
         raise ConfigurationError(f"no method is called {name!r}{advice}; `hasten methods` lists all")
-    directories = _method_files()[name].relative_to(_methods_directory()).parent.parts
+    directories = _method_files()[name].relative_to(METHODS_DIRECTORY).parent.parts
     module = importlib.import_module(".".join(("hasten.methods", *directories, name)))
     return next(cls for cls in _method_classes(module) if cls.__module__ == module.__name__)
 
@@ -52,11 +53,7 @@ def method_class(name: str) -> type[Method]:
 @cache
 def _method_files() -> dict[str, Path]:
     """Method name -> its file, for every file in ``hasten/methods`` and its directories."""
-    return {path.stem: path for path in sorted(_methods_directory().rglob("*.py")) if not path.name.startswith("_")}
-
-
-def _methods_directory() -> Path:
-    return Path(hasten.methods.__path__[0])
+    return {path.stem: path for path in sorted(METHODS_DIRECTORY.rglob("*.py")) if not path.name.startswith("_")}
 
 
 @cache

@@ -111,7 +111,9 @@ def train(
         chosen = directory.recipe if directory else chosen or Recipe()
         result = directory.finished() if directory else None
         if not ranks.is_single_process:
-            chosen, result, out = _broadcast_run(ranks, chosen, result, out)
+            found = json.dumps([chosen.methods, result, None if out is None else str(out)])
+            methods, result, out = json.loads(ranks.broadcast(found.encode()))  # what rank 0 found in the run directory
+            chosen = Recipe(methods)
         for message in _resume_warnings(directory, resume, ref, code, result, out):
             _warn(ranks, message)
         if result:
@@ -162,15 +164,6 @@ def _open_run_directory(
     }
     arguments = (identity, recipe, resume, without_strategy)
     return on_main_process(ranks, lambda: None if out is None else RunDirectory(out, *arguments))
-
-
-def _broadcast_run(
-    ranks: ProcessGroupInfo, recipe: Recipe, result: dict[str, Any] | None, out: str | Path | None
-) -> tuple[Recipe, dict[str, Any] | None, str | None]:
-    """Gives all ranks the recipe, result (None if unfinished) and path that rank 0 found in the run directory."""
-    found = json.dumps([recipe.methods, result, None if out is None else str(out)])
-    methods, result, path = json.loads(ranks.broadcast(found.encode()))
-    return Recipe(methods), result, path
 
 
 def _resume_warnings(

@@ -130,7 +130,10 @@ class Trainer:
             where = f"{format_position(step + 1, epoch, batch)} or just before"
             raise explain_error(error, where, batch_size) from error
         first = step - len(pending) + 1
-        losses = local if self.ranks.is_single_process else self._mean_over_ranks(local)
+        losses = local
+        if not self.ranks.is_single_process:  # the losses of the global batches, from those of the ranks' shards
+            weighted = [loss * weight for loss, (*_, weight) in zip(local, pending, strict=True)]
+            losses = [total / self.ranks.world_size for total in self.ranks.all_reduce_sum(weighted)]
         finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))  # losses before NaN
         self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:finite])])
         if finite < len(losses):
@@ -142,11 +145,6 @@ class Trainer:
             raise finite_checks.non_finite_loss_error(local[finite], where, read_again)
         pending.clear()
         self.persistence.note_time("steps")
-
-    def _mean_over_ranks(self, losses: list[float]) -> list[float]:
-        """The losses of the global batches, from those of this rank's shards. All ranks must call it."""
-        weighted = [loss * weight for loss, (*_, weight) in zip(losses, self.pending, strict=True)]
-        return [total / self.ranks.world_size for total in self.ranks.all_reduce_sum(weighted)]
 
     def _evaluate(self) -> None:
         self._fetch_losses()

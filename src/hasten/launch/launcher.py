@@ -87,7 +87,9 @@ def launch(
         ConfigurationError, RunError: the error of the first rank that failed, with its rank.
     """
     _check_memory(nproc_per_node)
-    _silence_torch_agent()
+    for name in [*logging.Logger.manager.loggerDict]:  # ``launch`` reports each event of torch's agent in one line
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     address = LOOPBACK if rdzv_endpoint is None else local_address(rdzv_endpoint)
     # a launcher that is killed leaves the directory, as torchrun leaves its log directory
     with (
@@ -239,13 +241,6 @@ def _job_error(
         is_unique = [other for *_, other in failed].count(message) == 1
         return ConfigurationError(f"{message} (rank {rank})" if rank and is_unique else message)
     return RunError(f"rank {rank}: {message}")
-
-
-def _silence_torch_agent() -> None:
-    """Disables torch's log messages: ``launch`` reports each event in one line."""
-    for name in [*logging.Logger.manager.loggerDict]:
-        if name.startswith("torch.distributed"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager

@@ -198,18 +198,13 @@ def graphs_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.
         return
     graph = try_trace(module, lambda part: _is_wrapped(part) or torch.fx.Tracer().is_leaf_module(part, ""))
     if graph is not None:
-        _erase_unread_items(graph)
+        for node in reversed(graph.nodes):  # unread items, such as the last state of a recurrent layer, seem outputs
+            if node.target is operator.getitem and not node.users:
+                graph.erase_node(node)
         yield prefix, graph
         return
     for name, child in module.named_children():
         yield from graphs_of(child, f"{prefix}.{name}" if prefix else name)
-
-
-def _erase_unread_items(graph: torch.fx.Graph) -> None:
-    """Erases unpacked items that nothing reads, such as the last state of a recurrent layer: they look like outputs."""
-    for node in reversed(graph.nodes):
-        if node.target is operator.getitem and not node.users:
-            graph.erase_node(node)
 
 
 def _is_wrapped(module: nn.Module) -> bool:

@@ -30,7 +30,8 @@ def find_split_points(
 ) -> tuple[torch.fx.Graph, list[Segment]]:
     """The graph of a model and its segments: lists of nodes with parameters, between which one tensor is passed on.
 
-    ``peek_batch`` finds DTensors between sharded layers; then all ranks must call this. ConfigurationError: too few.
+    ``peek_batch`` finds DTensors between sharded layers; then all ranks must call this. ConfigurationError if there are
+    fewer segments than ``stages``.
     """
     longest: list[Segment] = []
     for is_leaf in (lambda module: type(module) is not nn.Sequential, None):
@@ -132,9 +133,10 @@ def check_no_shared_weights(model: nn.Module, stages: Iterable[nn.Module]) -> No
 def materialize_local_stages(
     model: nn.Module, local: Sequence[nn.Module], stages: Sequence[nn.Module], keeps_unused: bool, run: RunContext
 ) -> list[torch.Tensor]:
-    """Initializes parameters and buffers of the ``local`` stages on the device and returns them; those of others: meta.
+    """Initializes the parameters and buffers of the ``local`` stages on the device; moves those of others to meta.
 
-    Plain tensor attributes stay on every rank. With ``keeps_unused`` this rank also holds what no stage uses.
+    Returns the initialized ones. Plain tensor attributes stay on every rank. With ``keeps_unused`` this rank also holds
+    what no stage uses.
     """
     assert run.parallel is not None
     of_local = _registered_ids(local)

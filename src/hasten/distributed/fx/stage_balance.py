@@ -32,7 +32,7 @@ def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> li
 
 
 def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
-    """Ends and costs of the stages by ``measure()`` on rank 0 and its shards. All ranks must call it."""
+    """The ends and costs of the stages, measured by rank 0 and the others of its stage. All ranks must call it."""
     assert run.parallel is not None
     message = b""
     if run.ranks.rank < run.parallel.tp_size:
