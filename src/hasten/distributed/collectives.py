@@ -1,7 +1,6 @@
 """Collectives of data-parallel methods: replicas of a model, kept equal by averaging gradients or weights."""
 
 import copy
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -181,8 +180,7 @@ def average_state(state: Any, run: RunContext) -> Any:
     """A copy of a nested state: tensors that all ranks have alike are averaged, others stay. All ranks must call it."""
     state = map_tensors(lambda tensor: tensor.detach().clone(), state)
     local = dict(_named_tensors(state))
-    info = json.dumps({name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in local.items()})
-    first, *others = map(json.loads, run.ranks.all_gather(info.encode()))
+    first, *others = run.ranks.all_gather({name: (tensor.dtype, tensor.shape) for name, tensor in local.items()})
     shared = [local[name] for name, layout in first.items() if all(other.get(name) == layout for other in others)]
     all_reduce_mean(find_divergent_tensors(filter(is_real_or_complex, shared)))
     return state

@@ -4,7 +4,6 @@ torchrun passes rank and world size in the environment (https://docs.pytorch.org
 engine communicates over a gloo group of its own, on the CPU, so that its messages never mix with those of a method.
 """
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +65,7 @@ def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | N
             result = function()
         except (ConfigurationError, RunError) as raised:
             error = raised
-    message = ranks.broadcast(b"" if error is None else (str(error) or type(error).__name__).encode()).decode()
+    message = ranks.broadcast("" if error is None else str(error) or type(error).__name__)
     if error is not None:
         raise error
     if message:
@@ -76,7 +75,7 @@ def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | N
 
 def check_ranks_agree(ranks: ProcessGroupInfo, values: dict[str, str]) -> None:
     """Raises ConfigurationError, which names rank and value, if ``values`` (by name) are not equal on all ranks."""
-    first, *others = [json.loads(text) for text in ranks.all_gather(json.dumps(values).encode())]
+    first, *others = ranks.all_gather(values)
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
@@ -122,20 +121,20 @@ def _process_group_info(group: Any) -> ProcessGroupInfo:
         dist.all_reduce(tensor, operation, group=group)
         return tensor.tolist()
 
-    def broadcast(content: bytes) -> bytes:
-        contents = [content]
-        dist.broadcast_object_list(contents, 0, group)
-        return contents[0]
+    def broadcast(value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, 0, group)
+        return values[0]
 
-    def all_gather(content: bytes) -> list[bytes]:
-        contents: list[Any] = [None] * world_size
-        dist.all_gather_object(contents, content, group)
-        return contents
+    def all_gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * world_size
+        dist.all_gather_object(values, value, group)
+        return values
 
-    def gather(content: bytes) -> list[bytes]:
-        contents: list[Any] = [None] * world_size if rank == 0 else []
-        dist.gather_object(content, contents or None, 0, group)
-        return contents
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * world_size if rank == 0 else []
+        dist.gather_object(value, values or None, 0, group)
+        return values
 
     return ProcessGroupInfo(
         rank,

@@ -6,7 +6,6 @@ renamed into place, verified by their checksums, and loaded without executing co
 """
 
 import io
-import json
 import os
 import warnings
 import zipfile
@@ -50,8 +49,12 @@ class Checkpoints:
         """Writes a checkpoint, or one rank's shard of it, and removes all but the newest two."""
         path = self.directory / _file_name(state["progress"]["step"], rank)
         atomic_write(path, lambda file: torch.save(state, file))
-        if not self.good:
-            self._warn_if_unloadable(path)
+        if not self.good:  # warns at the first save, not after a crash
+            try:
+                load_checkpoint(path)
+            except Exception as error:
+                reason = f"its state does not load without executing code: {format_error(error, 160)}"
+                warnings.warn(f"this run cannot be resumed: {reason}", HastenWarning, stacklevel=2)
         count = NUM_CHECKPOINTS + (state["parts"] > 1)  # other ranks may still be writing shards of the newest
         self.good = [*(known for known in self.good if known != path), path][-count:]
         if rank == 0:
@@ -91,14 +94,6 @@ class Checkpoints:
             raise ValueError("the shards of its ranks were written by different saves")
         return state | merge_shards([{name: shard[name] for name in SHARDED_KEYS} for shard in (state, *shards)])
 
-    def _warn_if_unloadable(self, path: Path) -> None:
-        """Warns at the first save, not after a crash, if a checkpoint cannot be loaded without executing code."""
-        try:
-            load_checkpoint(path)
-        except Exception as error:
-            reason = f"its state does not load without executing code: {format_error(error, 160)}"
-            warnings.warn(f"this run cannot be resumed: {reason}", HastenWarning, stacklevel=2)
-
 
 def _file_name(step: int | str, rank: int) -> str:
     return f"step-{step:0>10}{f'{RANK_SUFFIX}{rank}' if rank else ''}.pt"
@@ -106,8 +101,7 @@ def _file_name(step: int | str, rank: int) -> str:
 
 def find_shared_directory(ranks: ProcessGroupInfo, directory: Path | None) -> Path | None:
     """``directory`` of rank 0, if it is the same directory on every rank (a shared file system); else None."""
-    token = b"" if directory is None else json.dumps([str(directory), os.stat(directory).st_mtime_ns]).encode()
-    path, modified = json.loads(ranks.broadcast(token) or b'["", 0]')
+    path, modified = ranks.broadcast(("", 0) if directory is None else (str(directory), os.stat(directory).st_mtime_ns))
     unseen = not path or not os.path.exists(path) or os.stat(path).st_mtime_ns != modified
     return None if ranks.any(unseen) else Path(path)
 
@@ -287,7 +281,7 @@ def sync_rng(ranks: ProcessGroupInfo, batches: BatchSource) -> None:
         state = rng_state(batches)
         for name in ("cuda", "device"):  # a source draws on the CPU; the model draws on each rank's GPU
             state["process"].pop(name, None)
-        restore_rng_state(batches, deserialize(ranks.broadcast(serialize(state))))
+        restore_rng_state(batches, ranks.broadcast(state))
 
 
 def rank_rng_state(run: RunContext, state: State) -> State:

@@ -1,7 +1,5 @@
 """The evaluation: the metric over the validation data, by one rank or shared out over all of them."""
 
-import json
-
 import torch
 
 from hasten.distributed.batch_sharding import EvaluationShards
@@ -20,16 +18,13 @@ def evaluate(program: Program) -> EvaluationResult:
     computes only if all ranks call it.
     """
     model, ranks, shards = program.export(), program.run.ranks, _shards(program)
-    if ranks.is_single_process:
-        return _measure(program, model)
     result = None
     if shards is not None:
         with shards.activated(), buffers_of_main_process(model):
             result = _measure(program, model, ranks.all_reduce_sum)
     elif ranks.is_main_process or _all_ranks_evaluate(program):
         result = _measure(program, model)
-    content = ranks.broadcast(json.dumps(vars(result)).encode() if result and ranks.is_main_process else b"")
-    return EvaluationResult(**json.loads(content))
+    return ranks.broadcast(result)
 
 
 def evaluated_batches(program: Program) -> int | None:

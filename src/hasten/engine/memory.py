@@ -6,7 +6,6 @@ figures alone.
 """
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +48,7 @@ def memory_peak(device: torch.device) -> MemoryPeak:
 
 def memory_peaks(ranks: ProcessGroupInfo, device: torch.device) -> list[MemoryPeak]:
     """``memory_peak`` of all ranks. All ranks must call it."""
-    return [json.loads(peak) for peak in ranks.all_gather(json.dumps(memory_peak(device)).encode())]
+    return ranks.all_gather(memory_peak(device))
 
 
 def held_bytes(peak: MemoryPeak) -> int:

@@ -58,7 +58,7 @@ class Persistence:
     def __init__(self, program: Program, recipe: Recipe, directory: RunDirectory | None, record: RunRecord) -> None:
         self.run, self.ranks, self.recipe = program.run, program.run.ranks, recipe
         self.directory, self.record = directory, record
-        self.out = self.ranks.broadcast(b"" if directory is None else str(directory.path).encode()).decode()
+        self.out = self.ranks.broadcast("" if directory is None else str(directory.path))
         self.saves_checkpoints = bool(self.out)
         self.start_of_epoch: dict[str, Any] | None = None  # random state, for sources that are not seekable
         self.rest_of_interrupted_epoch: Callable[[int, int], Iterator[Batch]] | None = None
@@ -207,9 +207,7 @@ class Persistence:
 
     def _to_all_ranks(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
         """The checkpoint of rank 0 on every rank: each loads it, if all see the run directory; else rank 0 sends it."""
-        if self.ranks.is_single_process:
-            return state
-        save = self.ranks.broadcast(state["save"].encode() if state else b"").decode()
+        save = self.ranks.broadcast(state["save"] if state else "")
         if not save:
             return None
         directory = checkpoint.find_shared_directory(self.ranks, self.directory and self.directory.path / "checkpoints")

@@ -4,7 +4,6 @@ Checks the request, opens the run directory on rank 0, builds the run, and relea
 itself is in ``trainer.py``.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -110,10 +109,7 @@ def train(
         directory = _open_run_directory(ranks, loaded, chosen, out, resume, seed, max_bad_rows, code)
         chosen = directory.recipe if directory else chosen or Recipe()
         result = directory.finished() if directory else None
-        if not ranks.is_single_process:
-            found = json.dumps([chosen.methods, result, None if out is None else str(out)])
-            methods, result, out = json.loads(ranks.broadcast(found.encode()))  # what rank 0 found in the run directory
-            chosen = Recipe(methods)
+        chosen, result, out = ranks.broadcast((chosen, result, None if out is None else str(out)))  # of rank 0
         for message in _resume_warnings(directory, resume, ref, code, result, out):
             _warn(ranks, message)
         if result:
@@ -126,7 +122,7 @@ def train(
             facts = environment(device) | {"code": code, "processes": ranks.world_size}
             on_main_process(ranks, lambda: directory and directory.begin(facts))
             if begun:
-                begun(None if out is None else str(out))
+                begun(out)
             arguments = (program, chosen, directory, observers, on_progress, checkpoint_seconds, signals, began)
             try:
                 with program.process_context(), closing(Trainer(*arguments)) as trainer:
@@ -220,8 +216,7 @@ def device_of(ranks: ProcessGroupInfo, device: str) -> str:
     if device != "cuda":
         advice = "use --device cuda, and each gets a GPU of its own"
         raise ConfigurationError(f"several processes cannot share the device {device}; {advice}")
-    infos = [json.loads(each) for each in ranks.all_gather(json.dumps([visible_gpus(), ranks.local_rank]).encode())]
-    visible, local_ranks = zip(*infos, strict=True)
+    visible, local_ranks = zip(*ranks.all_gather((visible_gpus(), ranks.local_rank)), strict=True)
     return f"cuda:{assign_gpus(visible, local_ranks)[ranks.rank]}"
 
 

@@ -1,6 +1,5 @@
 """Divides the segments of a model into pipeline stages of nearly equal time or memory."""
 
-import json
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from time import perf_counter
@@ -34,15 +33,14 @@ def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> li
 def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
     """The ends and costs of the stages, measured by rank 0 and the others of its stage. All ranks must call it."""
     assert run.parallel is not None
-    message = b""
+    balance = None
     if run.ranks.rank < run.parallel.tp_size:
         costs = measure()
         ends = balance_stages(costs)
         bounds = pairwise([0, *ends])
         stage_totals = [sum(stage_costs[first:end]) for stage_costs, (first, end) in zip(costs, bounds, strict=True)]
-        message = json.dumps([ends, stage_totals]).encode()
-    ends, stage_totals = json.loads(run.ranks.broadcast(message))
-    return ends, stage_totals
+        balance = ends, stage_totals
+    return run.ranks.broadcast(balance)
 
 
 def balance_stages(costs: list[list[float]]) -> list[int]:
