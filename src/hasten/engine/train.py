@@ -122,7 +122,7 @@ def train(
             facts = environment(device) | {"code": code, "processes": ranks.world_size}
             on_main_process(ranks, lambda: directory and directory.begin(facts))
             if begun:
-                begun(out)
+                begun(None if out is None else str(out))
             arguments = (program, chosen, directory, observers, on_progress, checkpoint_seconds, signals, began)
             try:
                 with program.process_context(), closing(Trainer(*arguments)) as trainer:
