@@ -40,9 +40,7 @@ LAZILY_IMPORTED_MODULES = ("torch._dynamo",)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary of a module's own parameters, which may be written to. ``setattr`` would refuse a tensor of
-    another kind, and ``register_parameter`` moves the name to the end.
-    """
+    """A module's own parameters, to be written to: ``setattr`` would refuse a tensor of another kind."""
     return module._parameters
 
 
@@ -101,9 +99,7 @@ def chained_schedulers(scheduler: Any) -> list[Any]:
 
 
 def mark_updated(optimizer: Any) -> None:
-    """Marks an optimizer as one that has updated: torch warns if a schedule steps first, as at the end of an epoch in
-    which a run is resumed.
-    """
+    """Marks an optimizer as updated: torch warns if a schedule steps first, as where a resumed run ends an epoch."""
     for one in getattr(optimizer, "optimizers", [optimizer]):
         one._opt_called = True
 

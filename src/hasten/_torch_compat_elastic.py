@@ -13,21 +13,10 @@ class ExtensibleElasticAgent(LocalElasticAgent):
     steps (start, monitor and stop workers) in ``SimpleElasticAgent`` but names them as private.
     """
 
-    def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Starts the ranks of this node; returns {local rank: process ID}."""
-        return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
-
-    def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Returns the state of this node's ranks: healthy, succeeded, failed or unhealthy."""
-        return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
-
-    def stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Ends the ranks of this node, before all nodes meet again or the job ends."""
-        super()._stop_workers(worker_group)  # pyright: ignore[reportCallIssue]  # decorated by torch
-
-    def exit_barrier(self) -> None:
-        """Waits, when the ranks of this node have succeeded, for those of the other nodes."""
-        super()._exit_barrier()
+    start_workers: Any = LocalElasticAgent._start_workers  # of this node; returns {local rank: process ID}
+    monitor_workers: Any = LocalElasticAgent._monitor_workers  # returns their state: healthy, succeeded, failed, ...
+    stop_workers: Any = LocalElasticAgent._stop_workers  # before all nodes meet again or the job ends
+    exit_barrier: Any = LocalElasticAgent._exit_barrier  # waits for the other nodes, once this one has succeeded
 
     def close_workers(self, close: Callable[[signal.Signals, int], None], signal_number: signal.Signals) -> None:
         """Called when a rank has failed or the agent ends: ends the ranks that still run.

@@ -138,17 +138,6 @@ def test_reason_that_a_method_reported_itself_is_the_only_one():
     assert [reason for _, reason in program.run.no_effect] == ["found by the method"]
 
 
-def test_method_without_a_check_is_marked():
-    class States(Method):
-        card = CARD
-
-        def loss(self, loss, run):
-            return lambda output, target: loss(output, target)
-
-    program, _ = steps_of(States())
-    assert program.effects.evidence == {"test_effects": "effect not checked"}
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [

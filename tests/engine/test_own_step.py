@@ -38,12 +38,10 @@ def test_language_model_has_the_bits_of_the_loop_by_hand(tmp_path):
     assert rates[0] > rates[-1], "else the plateau is not tested"
 
 
-def test_gan_has_the_bits_of_the_loop_by_hand(tmp_path):
-    assert_equal(weights_of(public_loops.gan(), tmp_path / "r"), public_loops.gan_by_hand())
-
-
-def test_classifier_has_the_bits_of_the_loop_by_hand(tmp_path):
-    assert_equal(weights_of(public_loops.classifier(), tmp_path / "r"), public_loops.classifier_by_hand())
+@pytest.mark.parametrize("name", ["gan", "classifier"])
+def test_other_loop_has_the_bits_of_the_loop_by_hand(name, tmp_path):
+    by_engine = weights_of(getattr(public_loops, name)(), tmp_path / "r")
+    assert_equal(by_engine, getattr(public_loops, f"{name}_by_hand")())
 
 
 @pytest.mark.parametrize("make", LOOPS, ids=lambda make: make.__name__)

@@ -7,7 +7,7 @@ import pytest
 
 from hasten import Task, train
 from helpers.assertions import CLOSE, farthest, losses
-from helpers.ranks import run_ranks, training_of
+from helpers.ranks import interrupted_run, resumed_run, run_ranks, training_of
 
 
 def assert_trains_like_one_process(directory: Path, make: Callable[[], Task], strategy: str, world: int) -> None:
@@ -18,3 +18,13 @@ def assert_trains_like_one_process(directory: Path, make: Callable[[], Task], st
     assert farthest(directory / "shared", directory / "single") < CLOSE
     assert losses(directory / "shared") == pytest.approx(losses(directory / "single"), rel=CLOSE)
     assert {answer["metric"] for answer in answers} == {single["metric"]}
+
+
+def assert_resumes_under(then: str, world: int, directory: Path, make: Callable[[], Task], first: str) -> None:
+    """A run of two ranks, interrupted, ends under another strategy and size like one in one process."""
+    train(make(), device="cpu", out=directory / "single")
+    broken = run_ranks(2, interrupted_run, make, directory / "shared", first)
+    assert all(isinstance(answer, Exception) for answer in broken), broken
+    answers = run_ranks(world, resumed_run, make, directory / "shared", then)
+    assert [type(answer) for answer in answers] == [dict] * world, answers
+    assert farthest(directory / "shared", directory / "single") < CLOSE

@@ -35,7 +35,7 @@ from hasten.distributed.process_group import init_process_group
 from hasten.engine.plan import build
 from hasten.engine.registry import make_method
 from hasten.engine.train import train
-from hasten.launch.rank_results import RankResult, write_result_for
+from hasten.launch.rank_results import RankResult, write_result
 from helpers import tower_tasks
 from helpers.process import FORK, TIMEOUT_S
 
@@ -178,7 +178,7 @@ def write_rank_result(rank: int, result: RankResult, job) -> None:
     """Writes the result of a rank into the job directory, where torchrun would have named its error file."""
     error_file = Path(job) / "run" / "attempt_0" / str(rank) / "error.json"
     error_file.parent.mkdir(parents=True, exist_ok=True)
-    write_result_for(error_file, rank, result)
+    write_result(result, error_file, rank)
 
 
 def training(rank: int, task, recipe=None, **options) -> dict:

@@ -9,11 +9,10 @@ from hasten.engine.registry import make_method
 from hasten.engine.train import train
 from helpers import branch_tasks, rank_tasks
 from helpers.assertions import CLOSE, farthest
-from helpers.equivalence import assert_trains_like_one_process
+from helpers.equivalence import assert_resumes_under, assert_trains_like_one_process
 from helpers.markers import first_quick
 from helpers.ranks import (
     interrupted_early,
-    interrupted_run,
     progress_while_building,
     resumed_run,
     run_ranks,
@@ -61,12 +60,7 @@ def test_branches_interrupted_resume_bit_for_bit(tmp_path):
 )
 def test_branches_run_resumes_under_another_strategy(tmp_path, first, then, world):
     make = branch_tasks.towers if "pipeline" not in first else branch_tasks.trunk_of_branches
-    train(make(), device="cpu", out=tmp_path / "single")
-    broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
-    assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
-    assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert_resumes_under(then, world, tmp_path, make, first)
 
 
 @pytest.mark.parametrize(

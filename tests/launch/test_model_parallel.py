@@ -14,7 +14,7 @@ from hasten.engine.registry import make_methods
 from hasten.engine.train import train
 from helpers import drawing_tasks, rank_tasks, tower_tasks
 from helpers.assertions import CLOSE, farthest, losses
-from helpers.equivalence import assert_trains_like_one_process
+from helpers.equivalence import assert_resumes_under, assert_trains_like_one_process
 from helpers.markers import first_quick, slow, soak
 from helpers.ranks import (
     interrupted_early,
@@ -163,13 +163,7 @@ def test_methods_combine_with_a_strategy(tmp_path, strategy, method):
     ],
 )
 def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, world):
-    make = tower_tasks.longer_tower
-    train(make(), device="cpu", out=tmp_path / "single")
-    broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
-    assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
-    assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert_resumes_under(then, world, tmp_path, tower_tasks.longer_tower, first)
 
 
 @pytest.mark.parametrize("strategy", first_quick(STRATEGIES))

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hasten import __main__
 from hasten.launch import rank_results
-from hasten.launch.rank_results import RankResult, peer_error, read_results, write_result_for
+from hasten.launch.rank_results import RankResult, peer_error, read_results, write_result
 from helpers.ranks import write_rank_result
 
 
@@ -42,7 +42,7 @@ def test_rank_that_never_ends_is_not_waited_for_forever(job, monkeypatch):
 
 def test_error_file_is_read_by_torchrun(tmp_path):
     """torch takes the message and the time of the failure from it."""
-    write_result_for(tmp_path / "error.json", 3, RankResult(1, "the disk is gone", waited=2.0))
+    write_result(RankResult(1, "the disk is gone", waited=2.0), tmp_path / "error.json", 3)
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
     assert failure.message["message"] == "the disk is gone" and abs(failure.timestamp - time.time()) < 60
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
-from hasten.distributed.batch_sharding import can_share_evaluation
+from hasten.distributed.batch_sharding import EvaluationShards, share_evaluation
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.evaluation import evaluate
 from hasten.engine.loop import train_steps
@@ -146,23 +146,24 @@ def test_torchmetrics_metric_that_is_not_shared_does_not_wait_for_other_ranks():
 
 
 def order(spec_length: int = 5, loader=None) -> BatchSource:
-    spec = LoaderSpec(dataset=range(50), batch_sampler=lambda epoch: [], length=spec_length, loader=loader)
-    return BatchSource(epoch=lambda epoch, start: iter(()), spec=spec)
+    def build(spec: LoaderSpec) -> BatchSource:
+        return BatchSource(epoch=lambda epoch, start: iter(()), spec=spec)
+
+    spec = LoaderSpec(range(50), batch_sampler=lambda epoch: [], length=spec_length, loader=loader, build=build)
+    return build(spec)
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("batches", "world_size", "expected"),
     [
-        ({}, True),
-        ({"world_size": 1}, False),
-        ({"world_size": 6}, False),  # a rank would have no batch
-        ({"adds_up": False}, False),
-        ({"replicas_differ": True}, False),
-        ({"batches": replace(order(), spec=None)}, False),
-        ({"batches": order(loader=DataLoader(range(50), shuffle=True))}, False),
-        ({"batches": order(loader=DataLoader(range(50)))}, True),
+        (order(), 2, True),
+        (order(), 1, False),
+        (order(), 6, False),  # a rank would have no batch
+        (replace(order(), spec=None), 2, False),
+        (order(loader=DataLoader(range(50), shuffle=True)), 2, False),
+        (order(loader=DataLoader(range(50))), 2, True),
     ],
 )
-def test_can_share_evaluation_needs_a_known_order_a_batch_for_each_rank_and_a_metric_that_adds_up(changes, expected):
-    usual = {"batches": order(), "world_size": 2, "adds_up": True, "replicas_differ": False}
-    assert can_share_evaluation(**{**usual, **changes}) is expected
+def test_shared_evaluation_needs_a_known_order_and_a_batch_for_each_rank(batches, world_size, expected):
+    shards = EvaluationShards(ProcessGroupInfo(world_size=world_size))
+    assert (share_evaluation(batches, shards) is not None) is expected

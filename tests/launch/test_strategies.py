@@ -16,7 +16,7 @@ from hasten.engine.checkpoint import load_checkpoint
 from hasten.engine.train import train
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
-from helpers.equivalence import assert_trains_like_one_process
+from helpers.equivalence import assert_resumes_under, assert_trains_like_one_process
 from helpers.markers import first_quick, slow
 from helpers.ranks import interrupted_run, resumed_run, run_ranks, training, training_of
 
@@ -45,13 +45,7 @@ def test_strategy_trains_like_one_process(tmp_path, name, strategy, world):
     ],
 )
 def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, world):
-    make = rank_tasks.blocks
-    train(make(), device="cpu", out=tmp_path / "single")
-    broken = run_ranks(2, interrupted_run, make, tmp_path / "shared", first)
-    assert all(isinstance(answer, Exception) for answer in broken), broken
-    answers = run_ranks(world, resumed_run, make, tmp_path / "shared", then)
-    assert [type(answer) for answer in answers] == [dict] * world, answers
-    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert_resumes_under(then, world, tmp_path, rank_tasks.blocks, first)
 
 
 @pytest.mark.parametrize("strategy", first_quick(STRATEGIES[::-1]))

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 DEFAULT_TIMEOUT_S = 1800.0  # to wait for a rank that does not answer: it may be evaluating; a dead one is seen at once
 
 
-def _gather_one(content: bytes) -> list[bytes]:
-    return [content]
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _gather_one(value: Any) -> list[Any]:
+    return [value]
 
 
 @dataclass(frozen=True)
 class ProcessGroupInfo:
-    """Rank, world size and collectives. All ranks must call a collective at the same point of the run.
+    """Rank, world size and collectives. All ranks must call a collective at the same point of the run."""
 
-    Attributes:
-        rank: Index of this process. Rank 0, the main process, evaluates, writes the run directory and shows progress.
-        world_size: Number of ranks.
-        local_rank: Index of this process on its node.
-        all_reduce_sum: ``(numbers) -> numbers``: each number summed over all ranks, in float64.
-        all_reduce_max: ``(numbers) -> numbers``: the maximum of each number over all ranks.
-        broadcast: ``(bytes) -> bytes``: the argument of rank 0.
-        all_gather: ``(bytes) -> list``: the arguments of all ranks, by rank.
-        gather: ``(bytes) -> list``: the arguments of all ranks, by rank, on rank 0; an empty list on the others.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    all_reduce_sum: Callable[[Sequence[float]], list[float]] = list
-    all_reduce_max: Callable[[Sequence[float]], list[float]] = list
-    broadcast: Callable[[bytes], bytes] = bytes
-    all_gather: Callable[[bytes], list[bytes]] = _gather_one
-    gather: Callable[[bytes], list[bytes]] = _gather_one
+    rank: int = 0  # of this process; rank 0, the main process, evaluates, writes the run directory and shows progress
+    world_size: int = 1  # number of ranks
+    local_rank: int = 0  # index of this process on its node
+    all_reduce_sum: Callable[[Sequence[float]], list[float]] = list  # each number summed over all ranks, in float64
+    all_reduce_max: Callable[[Sequence[float]], list[float]] = list  # the maximum of each number over all ranks
+    broadcast: Callable[[Any], Any] = _identity  # the argument of rank 0, which must be picklable, as those below
+    all_gather: Callable[[Any], list[Any]] = _gather_one  # the arguments of all ranks, by rank
+    gather: Callable[[Any], list[Any]] = _gather_one  # the same on rank 0; an empty list on the others
 
     @property
     def is_single_process(self) -> bool:

@@ -6,13 +6,12 @@ different data are found before the step.
 """
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any
+from itertools import count, islice
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy
@@ -45,17 +44,12 @@ SYNC_EVERY_STEP = (
 )
 
 
-@dataclass(frozen=True)
-class GlobalBatchInfo:
-    """A global batch: its number of samples, and a fingerprint that distinguishes it from others."""
-
-    samples: int
-    fingerprint: int
+GlobalBatch: TypeAlias = tuple[int, int]  # its number of samples, and a fingerprint that distinguishes it from others
 
 
 class BatchIndices(list[int]):
-    """List of dataset indices: those from position ``first`` on of a global batch, which has the index ``batch`` in its
-    epoch; None: the same as among the batches that this rank reads.
+    """Indices from position ``first`` on of a global batch, which has the index ``batch`` in its epoch; None: the same
+    as among the batches that this rank reads.
     """
 
     first = 0
@@ -78,27 +72,18 @@ class EvaluationShards:
         finally:
             self.active = False
 
-    def most_batches(self, batches: int | None) -> int | None:
-        """The batches that one rank reads at most, of ``batches`` validation batches (None: unknown)."""
-        return batches and -(-batches // self.ranks.world_size)
 
+def share_evaluation(batches: BatchSource, shards: EvaluationShards) -> BatchSource | None:
+    """The validation batches; while ``shards`` are active, whole batches of them by turns, so that none is cut.
 
-def can_share_evaluation(batches: BatchSource, world_size: int, adds_up: bool, replicas_differ: bool) -> bool:
-    """Whether each rank can evaluate other batches: their order is known, and there is one for each rank.
-
-    ``adds_up``: the metric can be computed from what the ranks add up; ``replicas_differ``: methods let ranks hold
-    different weights between two steps.
+    None if they cannot be shared: their order is unknown, or there are fewer of them than ranks.
     """
     spec = batches.spec
-    if spec is None or world_size == 1 or spec.length < world_size or not adds_up or replicas_differ:
-        return False
-    return spec.loader is None or isinstance(spec.loader.sampler, SequentialSampler)  # shuffled: each rank has an order
-
-
-def share_evaluation(batches: BatchSource, shards: EvaluationShards) -> BatchSource:
-    """The validation batches; while ``shards`` are active, whole batches of them by turns, so that none is cut."""
-    assert batches.spec is not None, "only samples that are read by index are shared"
-    order = batches.spec.batch_sampler
+    if spec is None or shards.ranks.is_single_process or spec.length < shards.ranks.world_size:
+        return None
+    if spec.loader is not None and not isinstance(spec.loader.sampler, SequentialSampler):
+        return None  # shuffled: each rank has an order
+    order = spec.batch_sampler
 
     def numbered(epoch: int) -> Iterator[list[int]]:
         first, step = (shards.ranks.rank, shards.ranks.world_size) if shards.active else (0, 1)
@@ -117,20 +102,16 @@ class ShardLog:
     # epoch -> (size of every global batch, fingerprint of their order), for samples that are read by index
     plans: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     # (epoch, batch index) -> a global batch that this rank read completely
-    batches: dict[tuple[int, int], GlobalBatchInfo] = field(default_factory=dict)
+    batches: dict[tuple[int, int], GlobalBatch] = field(default_factory=dict)
     batch_sampler: Callable[[int], Iterable[list[int]]] | None = None  # the sampler that computed ``plans``
 
 
 def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, stages: int = 1) -> BatchSource:
     """This rank's shard of every batch. A batch with fewer samples than ranks is read completely by all of them.
 
-    Of samples that are read by index, each rank reads its shard only. A stream, or a DataLoader with its own sampler,
-    is read completely by every rank, which then keeps its shard. Random numbers drawn by samples depend on their
-    position or come from a separate generator: ranks that read the same samples, such as the pipeline ``stages`` of a
-    replica, may compute other layers and so draw other random numbers there.
-
-    Raises:
-        RunError: While the batches are read: the first batch of a stream has samples outside tensors.
+    Samples read by index are read by one rank each. A stream, or a DataLoader with its own sampler, is read completely
+    by every rank; RunError, then, if it has samples outside tensors. Random numbers drawn by samples depend on their
+    position or come from a separate generator: ranks of one replica (``stages``) may draw others in their layers.
     """
     if ranks.is_single_process and (stages == 1 or batches.seekable):
         return batches
@@ -148,7 +129,7 @@ def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, 
             # only the first one: a list that belongs to the whole batch may by chance be as long as the last batch
             if index == start and _has_samples_outside_tensors(batch, batch_size(batch)):
                 raise RunError(NOT_TENSORS)
-            log.batches[epoch, index] = GlobalBatchInfo(batch_size(batch), _fingerprint(batch))
+            log.batches[epoch, index] = batch_size(batch), _fingerprint(batch)
             yield _shard(batch, ranks)
 
     return dataclasses.replace(batches, epoch=epoch, with_workers=None)
@@ -165,9 +146,8 @@ def with_loss_weights(
     """The same batches; before each, sets the global batch size and the weight of this rank's shard in ``progress``.
 
     If both follow from a known order, the ranks compare the order once an epoch; else they exchange sizes before every
-    step, and methods that communicate only every few steps (``replicas_differ``) save less: a warning.
-    ConfigurationError if there are more ranks than samples in a batch; RunError, during an epoch, if the ranks read
-    different data.
+    step, and ``replicas_differ`` (communication every few steps) saves less: a warning. ConfigurationError if there are
+    more ranks than samples in a batch; RunError, during an epoch, if the ranks read different data.
     """
     if ranks.is_single_process:
         return batches
@@ -181,13 +161,15 @@ def with_loss_weights(
         log.plans.clear()
         log.batches.clear()
         iterator = iter(read(epoch, start))
-        first = [next(iterator, None)]  # reading it writes the plan of the epoch
+        batch = next(iterator, None)  # reading it writes the plan of the epoch
         sizes = _agreed_sizes(epoch, ranks, log) if order_known else None
-        for index, batch in enumerate(_then_none(first, iterator), start):
+        for index in count(start):
             name = f"batch {index + 1} of epoch {epoch + 1}"
             local = 0 if batch is None else batch_size(batch)
             if sizes is not None:
-                samples = summed = _planned_samples(sizes, index, local, name, ranks)
+                samples = summed = sizes[index] if index < len(sizes) else 0
+                if local != (expected := _shard_size(samples, ranks)):
+                    raise RunError(f"rank {ranks.rank} has {local} samples of {name}, expected {expected}: {SAME_DATA}")
             else:
                 samples, summed = _exchange_samples(_global_batch(log, epoch, index), local, name, ranks)
             if batch is None:
@@ -195,7 +177,8 @@ def with_loss_weights(
             progress.global_batch_size = samples
             progress.loss_weight = 1.0 if samples < ranks.world_size else ranks.world_size * local / summed
             yield batch
-            del batch  # or its memory could not be used for the next one
+            batch = None  # or its memory could not be used for the next one
+            batch = next(iterator, None)
 
     return dataclasses.replace(batches, epoch=epoch)
 
@@ -217,7 +200,7 @@ def check_replica_inputs(batches: BatchSource, ranks: ProcessGroupInfo, model_pa
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
         iterator = iter(read(epoch, start))
         batch = next(iterator, None)
-        gathered = [json.loads(sums) for sums in ranks.all_gather(json.dumps(_sums(batch)).encode())]
+        gathered = ranks.all_gather(_sums(batch))
         expected, *others = gathered[first_rank : first_rank + model_parallel_size]
         for rank, sums in enumerate(others, first_rank + 1):
             if not _sums_agree(sums, expected):
@@ -254,16 +237,6 @@ def _draw_from(data_state: torch.Tensor, iterator: Iterator[Batch]) -> Iterator[
     torch.set_rng_state(data_state)
 
 
-def _then_none(first: list[Batch], iterator: Iterator[Batch]) -> Iterator[Batch]:
-    """Yields the batch in the list ``first``, those of the iterator, then None; keeps no reference to them."""
-    batch = first.pop()
-    yield batch
-    while batch is not None:
-        del batch
-        batch = next(iterator, None)
-        yield batch
-
-
 def _agreed_sizes(epoch: int, ranks: ProcessGroupInfo, log: ShardLog) -> list[int] | None:
     """Samples of each global batch of an epoch; None if a rank has no plan, RunError if the plans' orders differ."""
     sizes, fingerprint = log.plans.get(epoch, ([], -1))
@@ -275,34 +248,26 @@ def _agreed_sizes(epoch: int, ranks: ProcessGroupInfo, log: ShardLog) -> list[in
     return sizes
 
 
-def _global_batch(log: ShardLog, epoch: int, index: int) -> GlobalBatchInfo | None:
+def _global_batch(log: ShardLog, epoch: int, index: int) -> GlobalBatch | None:
     """Size and fingerprint of a batch: as read completely, else as planned; None if neither is known."""
     if (info := log.batches.pop((epoch, index), None)) is not None:
         return info
     sizes, fingerprint = log.plans.get(epoch, ([], 0))
-    return GlobalBatchInfo(sizes[index], fingerprint) if index < len(sizes) else None
+    return (sizes[index], fingerprint) if index < len(sizes) else None
 
 
-def _planned_samples(sizes: list[int], index: int, local: int, name: str, ranks: ProcessGroupInfo) -> int:
-    """Samples of the global batch ``index``; ``RunError`` unless ``local`` is the size of this rank's shard."""
-    samples = sizes[index] if index < len(sizes) else 0
-    if local != (expected := _shard_size(samples, ranks)):
-        raise RunError(f"rank {ranks.rank} has {local} samples of {name}, expected {expected}: {SAME_DATA}")
-    return samples
-
-
-def _exchange_samples(known: GlobalBatchInfo | None, local: int, name: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
+def _exchange_samples(known: GlobalBatch | None, local: int, name: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
     """(samples of the batch, sum of all ranks' ``local``, which may be more); RunError if the ranks' data differ."""
-    if known is not None and local != _shard_size(known.samples, ranks):
-        known = None  # a method has changed the samples
-    fingerprint = 0 if known is None else known.fingerprint
+    samples, fingerprint = known or (None, 0)
+    if samples is not None and local != _shard_size(samples, ranks):
+        samples, fingerprint = None, 0  # a method has changed the samples
     one_hot = [local if rank == ranks.rank else 0 for rank in range(ranks.world_size)]
     largest, negated_smallest, *counts = ranks.all_reduce_max([fingerprint, -fingerprint, *one_hot])
     if any(counts) and not all(counts):
         raise RunError(f"rank {counts.index(0)} has no {name}, but others have: {SAME_DATA}")
     if largest != -negated_smallest:
         raise RunError(f"the ranks read different data as {name}: {SAME_DATA}; {SEEDED}")
-    return (int(sum(counts)) if known is None else known.samples), int(sum(counts))
+    return (int(sum(counts)) if samples is None else samples), int(sum(counts))
 
 
 def _shard_size(samples: int, ranks: ProcessGroupInfo) -> int:

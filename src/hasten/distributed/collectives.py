@@ -1,7 +1,6 @@
 """Collectives of data-parallel methods: replicas of a model, kept equal by averaging gradients or weights."""
 
 import copy
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,10 +40,7 @@ def broadcast_tensors(
 
 @contextmanager
 def buffers_of_main_process(model: torch.nn.Module) -> Iterator[None]:
-    """Context manager: the buffers of rank 0 on all ranks, such as the statistics of batch norms, which each updates.
-
-    All ranks must enter it. The ranks' own buffers come back at its end.
-    """
+    """Context manager: all ranks have the buffers of rank 0, and afterwards their own. All ranks must enter it."""
     buffers = list(model.buffers())
     own = [buffer.clone() for buffer in buffers]
     broadcast_tensors(buffers)
@@ -181,13 +177,10 @@ def _to_device_of(reference: Any, value: Any) -> Any:
 
 
 def average_state(state: Any, run: RunContext) -> Any:
-    """A copy of a nested state in which floating-point tensors are replaced by their mean over all ranks. Tensors that
-    not all ranks have with the same dtype and shape stay as they are. All ranks must call it.
-    """
+    """A copy of a nested state: tensors that all ranks have alike are averaged, others stay. All ranks must call it."""
     state = map_tensors(lambda tensor: tensor.detach().clone(), state)
     local = dict(_named_tensors(state))
-    info = json.dumps({name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in local.items()})
-    first, *others = map(json.loads, run.ranks.all_gather(info.encode()))
+    first, *others = run.ranks.all_gather({name: (tensor.dtype, tensor.shape) for name, tensor in local.items()})
     shared = [local[name] for name, layout in first.items() if all(other.get(name) == layout for other in others)]
     all_reduce_mean(find_divergent_tensors(filter(is_real_or_complex, shared)))
     return state

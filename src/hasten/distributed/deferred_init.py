@@ -16,7 +16,7 @@ process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -51,9 +51,7 @@ Materialize = Callable[[Sequence[torch.Tensor]], Iterator[tuple[int, torch.Tenso
 
 
 def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Materialize]:
-    """The model that ``make`` returns, on the meta device, and ``InitRecorder.materialize`` for its tensors.
-    ConfigurationError if building the model depends on values, or an operation cannot be recorded.
-    """
+    """The model of ``make`` on the meta device, and ``InitRecorder.materialize``; ConfigurationError if impossible."""
     recorder = InitRecorder()
     try:
         with recorder, ReportCpuDevice(), _record_trunc_normal(recorder):
@@ -103,24 +101,20 @@ class ReportCpuDevice(TorchFunctionMode):
         return CPU_ANSWERS[func] if func in CPU_ANSWERS and args[0].is_meta else func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _record_trunc_normal(recorder: InitRecorder) -> Iterator[None]:
+def _record_trunc_normal(recorder: InitRecorder) -> AbstractContextManager[None]:
     """Records ``trunc_normal_`` as one operation: it reads its values, and redraws those outside the bounds."""
 
     def recording(draw: Callable[..., Any]) -> Callable[..., Any]:
-        def draw_or_record(
-            tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
-        ) -> torch.Tensor:
+        def draw_or_record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             with without_modes():
                 if tensor.is_meta:
-                    recorder.record_draw(draw, tensor, mean, std, a, b, generator=generator)
+                    recorder.record_draw(draw, tensor, *args, **kwargs)
                     return tensor
-            return draw(tensor, mean, std, a, b, generator=generator)
+            return draw(tensor, *args, **kwargs)
 
         return draw_or_record
 
-    with patch_trunc_normal(recording):
-        yield
+    return patch_trunc_normal(recording)
 
 
 @dataclass(frozen=True)

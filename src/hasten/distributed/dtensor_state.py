@@ -65,9 +65,7 @@ def gather_full_state(state: Any, keep: bool = True) -> Any:
 
 
 def local_shards(state: Any, keep: bool = True) -> Any:
-    """A nested state with this rank's shards of DTensors and their offsets. Other tensors become None with
-    ``keep=False``, or if they are on the meta device: another rank has them.
-    """
+    """This rank's shards, with offsets; None for meta tensors, and with ``keep=False`` for all but DTensors."""
 
     def shard_of(leaf: Any) -> Any:
         if isinstance(leaf, DTensor):

@@ -12,25 +12,10 @@ from hasten.core.types import StepFn
 from hasten.distributed.collectives import all_reduce_gradients
 
 
-def resolve_parallel_size(name: str, degree: int, world_size: int) -> int:
-    """The number of ranks that hold one model replica, from a method's ``degree``; 0 stands for all ranks.
-    ConfigurationError if the degree is 1, or does not divide the number of ranks.
-    """
-    degree = degree or world_size
-    if degree == 1:
-        raise ConfigurationError(
-            f"{name}:degree=1 leaves every process a whole copy: take a degree of 2 or more, or leave {name} out"
-        )
-    if world_size % degree:
-        divisors = " or ".join(str(size) for size in range(2, world_size + 1) if world_size % size == 0)
-        raise ConfigurationError(f"{name}:degree={degree} does not divide {world_size} processes; take {divisors}")
-    return degree
-
-
 def assign_mesh_dim(method: Method, run: RunContext, dimension: str) -> None:
-    """Assigns a dimension of the mesh ("pp" or "tp") to a method with the option ``degree``, its size; 0: all ranks
-    that others leave. ConfigurationError if the degrees do not fit the number of ranks, or if two methods both request
-    all ranks.
+    """Gives a mesh dimension ("pp" or "tp") to a method whose ``degree`` is its size; 0: all ranks that others leave.
+
+    ConfigurationError if the degrees do not fit the number of ranks, or if two methods both request all ranks.
     """
     parallel = run.parallel
     assert parallel is not None
@@ -39,7 +24,14 @@ def assign_mesh_dim(method: Method, run: RunContext, dimension: str) -> None:
     owners: Any = parallel.mesh_dim_owner.values()
     requested: dict[str, int] = {owner.name: owner.degree for owner in owners}
     if len(requested) == 1:
-        degrees = [resolve_parallel_size(method.name, requested[method.name], world_size)]
+        name, degrees = method.name, [requested[method.name] or world_size]
+        if degrees == [1]:
+            effect = "leaves every process a whole copy: take a degree of 2 or more"
+            raise ConfigurationError(f"{name}:degree=1 {effect}, or leave {name} out")
+        if world_size % degrees[0]:
+            divisors = " or ".join(str(size) for size in range(2, world_size + 1) if world_size % size == 0)
+            effect = f"does not divide {world_size} processes; take {divisors}"
+            raise ConfigurationError(f"{name}:degree={degrees[0]} {effect}")
     else:
         left = world_size // math.prod(degree for degree in requested.values() if degree)
         degrees = [degree or left for degree in requested.values()]

@@ -4,7 +4,6 @@ torchrun passes rank and world size in the environment (https://docs.pytorch.org
 engine communicates over a gloo group of its own, on the CPU, so that its messages never mix with those of a method.
 """
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +28,8 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Iterator[ProcessGroupInfo]:
     """The process group of the job that this process was started in; a single process where there is none.
 
-    ``device`` "cuda..." initializes NCCL as well; ``timeout`` is in seconds, for a rank that does not answer.
-    ConfigurationError if the environment describes a job incompletely, PeerFailure if the other ranks cannot be
-    reached, or one of them has ended or does not answer.
+    ``device`` "cuda..." initializes NCCL as well; it waits ``timeout`` seconds for a silent rank. ConfigurationError
+    if the environment is incomplete, PeerFailure if ranks cannot be reached, have ended or do not answer.
     """
     if not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") == "1":
         yield ProcessGroupInfo()
@@ -40,7 +38,11 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
     # a process that waits for other ranks has nothing to save yet: SIGINT and SIGTERM end it
     with handle_signals((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL), _translate_peer_errors(timeout):
         if owns_default_group:
-            _init_default_group(device, timeout)
+            if missing := [name for name in ENVIRONMENT if name not in os.environ]:
+                advice = "start the processes with hasten or torchrun"
+                raise ConfigurationError(f"WORLD_SIZE is above 1, but {missing[0]} is not set; {advice}")
+            backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+            _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout)))
         group = _connect(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
     succeeded = False
     try:
@@ -56,16 +58,14 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
 
 
 def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | None:
-    """The result of ``function()`` on rank 0, None on the other ranks. All ranks must call it. A ConfigurationError or
-    RunError of ``function`` is raised on rank 0, and PeerFailure on the other ranks.
-    """
+    """``function()`` on rank 0; None on others, where an error of it is a PeerFailure. All ranks must call it."""
     result = error = None
     if ranks.is_main_process:
         try:
             result = function()
         except (ConfigurationError, RunError) as raised:
             error = raised
-    message = ranks.broadcast(b"" if error is None else (str(error) or type(error).__name__).encode()).decode()
+    message = ranks.broadcast("" if error is None else str(error) or type(error).__name__)
     if error is not None:
         raise error
     if message:
@@ -74,10 +74,8 @@ def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | N
 
 
 def check_ranks_agree(ranks: ProcessGroupInfo, values: dict[str, str]) -> None:
-    """Checks that all ranks were started alike: ``values`` is name (as the user knows it) -> value, equal on all ranks.
-    ConfigurationError names the rank and the value that differs from rank 0.
-    """
-    first, *others = [json.loads(text) for text in ranks.all_gather(json.dumps(values).encode())]
+    """Raises ConfigurationError, which names rank and value, if ``values`` (by name) are not equal on all ranks."""
+    first, *others = ranks.all_gather(values)
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
@@ -104,14 +102,6 @@ def _translate_peer_errors(timeout: float) -> Iterator[None]:
         raise
 
 
-def _init_default_group(device: str, timeout: float) -> None:
-    if missing := [name for name in ENVIRONMENT if name not in os.environ]:
-        advice = "start the processes with hasten or torchrun"
-        raise ConfigurationError(f"WORLD_SIZE is above 1, but {missing[0]} is not set; {advice}")
-    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
-    _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout)))
-
-
 def _connect(connect: Callable[[], Any]) -> Any:
     """Calls ``connect()``, which waits for all ranks; its errors become ``PeerFailure``."""
     try:
@@ -131,29 +121,20 @@ def _process_group_info(group: Any) -> ProcessGroupInfo:
         dist.all_reduce(tensor, operation, group=group)
         return tensor.tolist()
 
-    def broadcast(content: bytes) -> bytes:
-        length = int(all_reduce([len(content) if rank == 0 else 0], dist.ReduceOp.SUM)[0])
-        tensor = _to_tensor(content) if rank == 0 else torch.empty(length, dtype=torch.uint8)
-        dist.broadcast(tensor, 0, group=group)
-        return tensor.numpy().tobytes()
+    def broadcast(value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, 0, group)
+        return values[0]
 
-    def pad(content: bytes) -> tuple[list[int], torch.Tensor]:
-        """(bytes of each rank's content, this rank's content as uint8 padded to the longest). A collective."""
-        one_hot = [len(content) if other == rank else 0 for other in range(world_size)]
-        lengths = [int(length) for length in all_reduce(one_hot, dist.ReduceOp.SUM)]
-        return lengths, _to_tensor(content + bytes(max(lengths) - len(content)))
+    def all_gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * world_size
+        dist.all_gather_object(values, value, group)
+        return values
 
-    def all_gather(content: bytes) -> list[bytes]:
-        lengths, padded = pad(content)
-        received = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(received, padded, group=group)
-        return [tensor.numpy().tobytes()[:length] for tensor, length in zip(received, lengths, strict=True)]
-
-    def gather(content: bytes) -> list[bytes]:
-        lengths, padded = pad(content)
-        received = [torch.empty_like(padded) for _ in lengths] if rank == 0 else None
-        dist.gather(padded, received, group=group)
-        return [tensor.numpy().tobytes()[:length] for tensor, length in zip(received or [], lengths, strict=rank == 0)]
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * world_size if rank == 0 else []
+        dist.gather_object(value, values or None, 0, group)
+        return values
 
     return ProcessGroupInfo(
         rank,
@@ -165,7 +146,3 @@ def _process_group_info(group: Any) -> ProcessGroupInfo:
         all_gather=all_gather,
         gather=gather,
     )
-
-
-def _to_tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

@@ -39,10 +39,9 @@ class AsyncCheckpointer:
     def begin(
         self, state: dict[str, Any], update_only: Iterable[torch.Tensor], write: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Begins to copy a state (nested dicts and lists of tensors and plain data) and to ``write`` it in the thread.
+        """Begins to copy a nested state of tensors and plain data, and to ``write`` it in the thread.
 
-        The tensors in ``update_only`` change only after ``before_update``. RunError if the previous checkpoint could
-        not be written.
+        Those in ``update_only`` change only after ``before_update``. RunError if the previous one could not be written.
         """
         self.finish()
         found: dict[Key, torch.Tensor] = {}

@@ -14,9 +14,7 @@ FILE = "skipped.jsonl"
 
 
 def with_bad_row_limit(task: Task, max_rows: int) -> Task:
-    """The task, whose hasten.data pipelines skip up to ``max_rows`` unreadable rows per run before they raise.
-    ConfigurationError for training data that are no pipeline; for a function, when it is called.
-    """
+    """The task, whose pipelines skip up to ``max_rows`` bad rows; ConfigurationError if its data are no pipeline."""
     validation = _with_limit(task.validation_data, max_rows, required=False)
     return replace(task, train_data=_with_limit(task.train_data, max_rows, required=True), validation_data=validation)
 

@@ -51,7 +51,8 @@ class PauseSchedule:
 
     def actions(self, unread: int) -> PauseActions:
         """What to do in this pause. All ranks must call it: if one received a stop signal, all of them stop."""
-        now, asked = perf_counter(), self.is_stop_requested()
+        now = perf_counter()
+        asked = bool(self.stop_signals) or (self.distributed and os.getppid() != self.parent)  # its launcher has died
         log = unread >= LOG_EVERY_STEPS or now >= self.logged_at + LOG_EVERY_S
         save = self.saves and (asked or now >= self._next_save())
         if not self.distributed:
@@ -63,10 +64,6 @@ class PauseSchedule:
         self.latest, self.latest_step = now, self.progress.step
         self.next_step = self.progress.step + int(steps)
         return PauseActions(stop > 0, log > 0, self.saves and (stop > 0 or save > 0))
-
-    def is_stop_requested(self) -> bool:
-        """Whether this process received a stop signal, or its launcher has died."""
-        return bool(self.stop_signals) or (self.distributed and os.getppid() != self.parent)
 
     def end(self) -> None:
         """Ends the pause: sets when the next one is due (all ranks: at which step)."""

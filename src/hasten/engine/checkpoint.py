@@ -6,7 +6,6 @@ renamed into place, verified by their checksums, and loaded without executing co
 """
 
 import io
-import json
 import os
 import warnings
 import zipfile
@@ -50,12 +49,20 @@ class Checkpoints:
         """Writes a checkpoint, or one rank's shard of it, and removes all but the newest two."""
         path = self.directory / _file_name(state["progress"]["step"], rank)
         atomic_write(path, lambda file: torch.save(state, file))
-        if not self.good:
-            self._warn_if_unloadable(path)
+        if not self.good:  # warns at the first save, not after a crash
+            try:
+                load_checkpoint(path)
+            except Exception as error:
+                reason = f"its state does not load without executing code: {format_error(error, 160)}"
+                warnings.warn(f"this run cannot be resumed: {reason}", HastenWarning, stacklevel=2)
         count = NUM_CHECKPOINTS + (state["parts"] > 1)  # other ranks may still be writing shards of the newest
         self.good = [*(known for known in self.good if known != path), path][-count:]
         if rank == 0:
-            self._remove_all_except({known.stem for known in self.good})
+            stems = {known.stem for known in self.good}
+            for other in self.directory.glob("step-*.pt"):  # of every rank
+                if other.stem.partition(RANK_SUFFIX)[0] not in stems:
+                    with translate_disk_errors(other, FREE_THE_DISK):
+                        other.unlink(missing_ok=True)
 
     def newest(self, matches: Callable[[State], bool]) -> State | None:
         """The newest complete checkpoint that ``matches``; None without any, RunError if all of them are unusable."""
@@ -87,21 +94,6 @@ class Checkpoints:
             raise ValueError("the shards of its ranks were written by different saves")
         return state | merge_shards([{name: shard[name] for name in SHARDED_KEYS} for shard in (state, *shards)])
 
-    def _remove_all_except(self, stems: set[str]) -> None:
-        """Removes the checkpoint files, of every rank, whose name without rank and suffix is not in ``stems``."""
-        for other in self.directory.glob("step-*.pt"):
-            if other.stem.partition(RANK_SUFFIX)[0] not in stems:
-                with translate_disk_errors(other, FREE_THE_DISK):
-                    other.unlink(missing_ok=True)
-
-    def _warn_if_unloadable(self, path: Path) -> None:
-        """Warns at the first save, not after a crash, if a checkpoint cannot be loaded without executing code."""
-        try:
-            load_checkpoint(path)
-        except Exception as error:
-            reason = f"its state does not load without executing code: {format_error(error, 160)}"
-            warnings.warn(f"this run cannot be resumed: {reason}", HastenWarning, stacklevel=2)
-
 
 def _file_name(step: int | str, rank: int) -> str:
     return f"step-{step:0>10}{f'{RANK_SUFFIX}{rank}' if rank else ''}.pt"
@@ -109,8 +101,7 @@ def _file_name(step: int | str, rank: int) -> str:
 
 def find_shared_directory(ranks: ProcessGroupInfo, directory: Path | None) -> Path | None:
     """``directory`` of rank 0, if it is the same directory on every rank (a shared file system); else None."""
-    token = b"" if directory is None else json.dumps([str(directory), os.stat(directory).st_mtime_ns]).encode()
-    path, modified = json.loads(ranks.broadcast(token) or b'["", 0]')
+    path, modified = ranks.broadcast(("", 0) if directory is None else (str(directory), os.stat(directory).st_mtime_ns))
     unseen = not path or not os.path.exists(path) or os.stat(path).st_mtime_ns != modified
     return None if ranks.any(unseen) else Path(path)
 
@@ -177,10 +168,7 @@ def is_sharded(run: RunContext) -> bool:
 
 
 def update_only_tensors(run: RunContext) -> list[torch.Tensor]:
-    """The tensors of a run's state that change in the optimizer step only.
-
-    Frozen weights are not among them: a forward pass may change them unnoticed (``.data.mul_()``).
-    """
+    """The tensors that change in the optimizer step only: not frozen weights, which a forward pass may change."""
     trained = (weight for weight in run.unwrapped_model.parameters() if weight.requires_grad)
     held = [*trained, *batch_tensors(dict(run.optimizer.state))]
     return [to_local(tensor).detach() for tensor in held if not tensor.is_meta]
@@ -271,10 +259,7 @@ def restore_rng_state(batches: BatchSource, state: State) -> None:
 def resume_epoch(
     batches: BatchSource, start_of_epoch: State | None, now: State
 ) -> Callable[[int, int], Iterator[Batch]]:
-    """``batches.epoch`` for the interrupted epoch: its remaining batches, under the random state ``now``.
-
-    ``start_of_epoch`` is the random state at the start of the epoch, needed if the source is not seekable.
-    """
+    """``batches.epoch`` for the rest of an interrupted epoch, replayed if not seekable; ``now``: its random state."""
 
     def epoch(index: int, start: int) -> Iterator[Batch]:
         if batches.seekable or start_of_epoch is None or not start:
@@ -296,7 +281,7 @@ def sync_rng(ranks: ProcessGroupInfo, batches: BatchSource) -> None:
         state = rng_state(batches)
         for name in ("cuda", "device"):  # a source draws on the CPU; the model draws on each rank's GPU
             state["process"].pop(name, None)
-        restore_rng_state(batches, deserialize(ranks.broadcast(serialize(state))))
+        restore_rng_state(batches, ranks.broadcast(state))
 
 
 def rank_rng_state(run: RunContext, state: State) -> State:

@@ -12,10 +12,7 @@ NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
 
 
 def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Method]:
-    """The methods that act in this run, innermost first. In one process, reports distributed ones as "no effect".
-
-    All of them, applicable or not, are checked for conflicts.
-    """
+    """The methods that act in this run, innermost first; reports distributed ones as "no effect" in one process."""
     methods = sort_methods(methods)
     check_conflicts(methods)
     if run.parallel is not None:

@@ -81,10 +81,9 @@ def validation(task: Task, batch_size: int, seed: int) -> BatchSource | None:
 
 
 def check_process_count(task: Task, processes: int, methods: Iterable[Method] = ()) -> None:
-    """Raises ConfigurationError, before any process is started, if a batch has fewer samples than there are processes.
+    """ConfigurationError if a batch has fewer samples than there are processes; called before any process is started.
 
-    A method with a ``plan`` or ``setup`` hook may change the batch size or the number of shards; then the ranks check
-    it themselves.
+    A method may change batch size or shards in ``plan`` or ``setup``; then the ranks check it themselves.
     """
     batch_size = _batch_size_of(task)
     if batch_size and not any({"plan", "setup"}.intersection(hooks_of(method)) for method in methods):
@@ -108,9 +107,7 @@ def _refuse_distributed_sampler(data: Any, field: str) -> None:
 
 
 def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
-    """The first training batch, without consuming it; of the validation data if the training data are read only once.
-    ConfigurationError if both are.
-    """
+    """The first batch, not consumed; of the validation data if only they can be read again. Else ConfigurationError."""
     source = training if training.seekable else validation
     if source is None:
         reason = "these data can be read only once; give validation_data"

@@ -24,11 +24,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def pick_device(name: str | None = None) -> str:
-    """``name`` if this machine has that device; without a name "cuda" on a machine with an NVIDIA GPU, else "cpu".
-
-    Raises:
-        ConfigurationError: This machine has no such device, or hasten does not support it.
-    """
+    """``name``, or by default "cuda" if there is an NVIDIA GPU, else "cpu"; ConfigurationError if it is unusable."""
     if name is None:
         if torch.cuda.is_available():
             return "cuda"
@@ -50,11 +46,9 @@ def pick_device(name: str | None = None) -> str:
 
 
 def why_unusable(driver: str | None, built_for: str | None) -> str | None:
-    """Why PyTorch cannot use the GPU of a machine; None if there is no GPU.
+    """Why PyTorch cannot use the GPU of a machine; None without a GPU (``driver`` is None; "": its version is unknown).
 
-    Args:
-        driver: Version of the NVIDIA driver, "" if unknown; None without a GPU.
-        built_for: The CUDA version that PyTorch was built for; None for a CPU build.
+    ``built_for`` is the CUDA version that PyTorch was built for; None for a CPU build.
     """
     if driver is None:
         return None
@@ -88,16 +82,9 @@ def visible_gpus() -> tuple[str, list[str]]:
 
 
 def assign_gpus(visible: Sequence[tuple[str, Sequence[str]]], local_ranks: Sequence[int]) -> list[int]:
-    """The index of the GPU of each rank, among those that the rank sees.
+    """The index of the GPU of each rank, among those that it sees . ConfigurationError if GPUs do not suffice.
 
     torchrun shows all GPUs of a node to all its ranks; Slurm, Kubernetes and MIG may show each rank its own one only.
-
-    Args:
-        visible: ``visible_gpus`` of each rank.
-        local_ranks: Index of each rank on its node.
-
-    Raises:
-        ConfigurationError: There are fewer GPUs than ranks.
     """
     indices: list[int] = []
     users: dict[tuple[str, str], int] = {}

@@ -28,11 +28,7 @@ T = TypeVar("T")
 
 
 class EffectObserver:
-    """Observes the effect of each method in one step.
-
-    Args:
-        run: A built run, whose ``effect_checks`` move to this object.
-        methods: The methods of the run.
+    """Observes the effect of each of the ``methods`` of a built ``run`` in one step; takes over its ``effect_checks``.
 
     Attributes:
         evidence: Method -> what its check saw, in one line; "effect not checked" for a method without a check.
@@ -46,7 +42,8 @@ class EffectObserver:
         self.evidence = {method.name: NOT_CHECKED for method in methods if method.name not in inactive}
         self.checks = {name: check for name, check in run.effect_checks.items() if name in self.evidence}
         self.running: dict[str, Generator[None, None, str]] = {}  # checks that have begun
-        self.files = {method.name: _file_of(method) for method in methods}
+        modules = {method.name: type(method).__module__ for method in methods}
+        self.files = {name: getattr(sys.modules.get(m), "__file__", None) or m for name, m in modules.items()}
         self.check_seconds = dict.fromkeys(self.checks, 0.0)
         run.effect_checks = {}  # its checks refer to the run
         for name in self.checks:
@@ -55,11 +52,7 @@ class EffectObserver:
         self.warmup_steps = WARMUP_STEPS if steps is None else min(WARMUP_STEPS, max(0, steps - 1))
 
     def observed(self, steps: Generator[T]) -> Generator[T]:
-        """Yields from ``steps``, an iterator that trains a step whenever it is advanced, and observes one of them.
-
-        Raises:
-            RunError: A method has no effect, and ``require_effect`` is set.
-        """
+        """Yields from ``steps``, which trains a step whenever it advances, and observes one; RunError as ``check``."""
         return self._observed(steps) if self.checks else steps
 
     def check(self) -> None:
@@ -68,17 +61,14 @@ class EffectObserver:
             raise RunError("; ".join(f"{method} {NO_EFFECT}: {reason}" for method, reason in self.run.no_effect))
 
     def _observed(self, steps: Generator[T]) -> Generator[T]:
-        while self.warmup_steps:
-            for item in steps:
-                yield item
-                break
-            else:
-                return
+        while self.warmup_steps and (items := [*islice(steps, 1)]):
+            yield from items
             self.warmup_steps -= 1
-        for item in self._observe_next(steps):
-            self.check()
-            yield item
-        yield from steps
+        if not self.warmup_steps:
+            for item in self._observe_next(steps):
+                self.check()
+                yield item
+            yield from steps
 
     def _observe_next(self, steps: Iterator[T]) -> list[T]:
         """Trains one step under all checks; returns what it yielded, in a list that is empty if there was none."""
@@ -140,10 +130,6 @@ class EffectObserver:
         self.evidence.pop(name, None)
         if name not in dict(self.run.no_effect):  # the method may have reported a better reason itself
             self.run.no_effect.append((name, reason))
-
-
-def _file_of(method: Method) -> str:
-    return getattr(sys.modules.get(type(method).__module__), "__file__", None) or type(method).__module__
 
 
 def _as_generator(check: EffectCheck) -> Generator[None, None, str]:

@@ -15,6 +15,8 @@ import hasten
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Versions of Python, torch and hasten, and the machine with its ``device``, as JSON data."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu_names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
     facts: dict[str, Any] = {
         "hasten": hasten.__version__,
         "python": platform.python_version(),
@@ -22,7 +24,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "numpy": numpy.__version__,
         "system": platform.platform(),
         "machine": platform.machine(),
-        "cpu": cpu_name(),
+        "cpu": next((name.strip() for name in cpu_names if name), platform.machine()),
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "device": str(device),
@@ -59,9 +61,3 @@ def source_hash() -> str:
     for path in sorted(Path(hasten.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def cpu_name() -> str:
-    """The model of the CPU, such as ``Intel(R) Xeon(R) Processor @ 2.50GHz``."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -30,10 +30,7 @@ GPU_TAKEN = (
 
 
 def explain_error(error: Exception, where: str, batch_size: int) -> RunError | ConfigurationError:
-    """The error to raise instead of ``error``, which is returned as it is if it is one of hasten's errors.
-
-    ``where`` is the position, such as "step 12 (epoch 1, batch 12)"; ``batch_size`` the samples of a batch, 0: unknown.
-    """
+    """The error to raise instead of ``error`` at ``where``, a position; ``batch_size``: samples of a batch, or 0."""
     if isinstance(error, (RunError, ConfigurationError)):
         return error
     if is_out_of_memory(error):
@@ -79,9 +76,7 @@ def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
 
 @contextmanager
 def writable(path: Path, option: str = "--out") -> Generator[None]:
-    """Context manager: an OSError from writing to what ``option`` names becomes a RunError (disk full) or a
-    ConfigurationError.
-    """
+    """Context manager: an OSError from writing to ``option`` becomes a RunError (disk full) or a ConfigurationError."""
     try:
         yield
     except OSError as error:
@@ -93,10 +88,7 @@ def writable(path: Path, option: str = "--out") -> Generator[None]:
 
 
 def line_in_users_code(error: BaseException) -> tuple[str, int] | None:
-    """(file, line) of the innermost frame that is neither in torch nor in hasten.
-
-    An exception from a loader's worker process has lost its traceback; its attribute ``raised_at`` holds the line.
-    """
+    """(file, line) of the innermost frame outside torch and hasten; of an error from a worker, its ``raised_at``."""
     if (line := getattr(error, "raised_at", None)) is not None:
         return line
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

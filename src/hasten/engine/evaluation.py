@@ -1,7 +1,5 @@
 """The evaluation: the metric over the validation data, by one rank or shared out over all of them."""
 
-import json
-
 import torch
 
 from hasten.distributed.batch_sharding import EvaluationShards
@@ -14,28 +12,25 @@ from hasten.utils.rng import preserve_rng_state
 
 
 def evaluate(program: Program) -> EvaluationResult:
-    """The metric over the validation data, by the exported model. Changes no state of the run. All ranks must call it.
+    """The metric over the validation data, by the exported model, of rank 0. Changes no state. All ranks must call it.
 
     The ranks share the batches where they can. Otherwise rank 0 evaluates all of them, or every rank does if the model
-    computes only if all ranks call it. The result is that of rank 0.
+    computes only if all ranks call it.
     """
     model, ranks, shards = program.export(), program.run.ranks, _shards(program)
-    if ranks.is_single_process:
-        return _measure(program, model)
     result = None
     if shards is not None:
         with shards.activated(), buffers_of_main_process(model):
             result = _measure(program, model, ranks.all_reduce_sum)
     elif ranks.is_main_process or _all_ranks_evaluate(program):
         result = _measure(program, model)
-    content = ranks.broadcast(json.dumps(vars(result)).encode() if result and ranks.is_main_process else b"")
-    return EvaluationResult(**json.loads(content))
+    return ranks.broadcast(result)
 
 
 def evaluated_batches(program: Program) -> int | None:
     """Number of validation batches that a rank evaluates at most; None if it is unknown."""
     batches, shards = program.validation.length if program.validation is not None else None, _shards(program)
-    return batches if shards is None else shards.most_batches(batches)
+    return batches if shards is None else batches and -(-batches // shards.ranks.world_size)
 
 
 def _shards(program: Program) -> EvaluationShards | None:

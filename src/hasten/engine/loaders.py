@@ -97,10 +97,7 @@ def _init_worker(init: Callable[[int], None] | None, flush: bool, worker: int) -
 def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed: int, training: bool) -> BatchSource:
     """A ready DataLoader, iterated as a hand-written loop would; ``spec`` is set if its samples are read by index.
 
-    Methods may change the batch size, except of a DataLoader with a batch sampler of its own.
-
-    Raises:
-        ConfigurationError: ``batch_size`` differs from that of such a DataLoader for training.
+    ConfigurationError for another ``batch_size`` than that of a DataLoader with a batch sampler of its own.
     """
     spec = _spec_of(loader, seed, training)
     if spec is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
@@ -151,10 +148,7 @@ def _start(loader: Any) -> Iterator[Batch]:
 
 
 def from_iterable_dataset(data: Iterable[Any], batch_size: int | None, training: bool, seed: int) -> BatchSource:
-    """Batches of an iterable dataset in its own order, read by a DataLoader without workers.
-
-    Without a ``batch_size`` the items of the dataset are batches.
-    """
+    """Batches of an iterable dataset in its own order; without a ``batch_size`` its items are batches."""
 
     def epoch(index: int, start: int = 0) -> Iterator[Batch]:
         with preserve_rng_state(), seeded_rng(derive_seed(seed, index)):
@@ -280,10 +274,8 @@ def _seeded_by_position(iterator: Iterator[Batch], seed: int, epoch: int) -> Ite
 
 
 def _sample_finder(spec: LoaderSpec, epoch: int) -> SampleFinder:
-    """Finds the sample that failed in the user's DataLoader, in the epoch that begins now.
-
-    The order of the epoch is drawn once more and the samples of the batch are read in this process, one by one. The
-    sample that raises the same error is the one.
+    """Finds the sample that failed in the user's DataLoader, in the epoch that begins now: the one that raises the same
+    error once its order is drawn again and the samples of the batch are read one by one.
     """
     generators = (torch.default_generator, *_generators_of(spec.loader))
     states = [generator.get_state() for generator in generators]
@@ -306,10 +298,7 @@ def _sample_finder(spec: LoaderSpec, epoch: int) -> SampleFinder:
 
 
 def _with_clear_errors(iterator: Iterator[Batch], find: SampleFinder | None = None) -> Iterator[Batch]:
-    """The same batches; an exception of the dataset, from whichever process, becomes a RunError of one line.
-
-    ``find`` finds the sample that raised.
-    """
+    """The same batches; an exception of the dataset becomes a RunError of one line. ``find`` finds the sample."""
     batches_read = 0
     try:
         for batch in iterator:

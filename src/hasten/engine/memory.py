@@ -6,8 +6,7 @@ figures alone.
 """
 
 import contextlib
-import json
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def memory_peak(device: torch.device) -> MemoryPeak:
-    """The peak of this process.
-
-    ``current`` is what it holds now, ``available`` that and what is free on the device.
-    """
+    """The peak of this process; ``current``: what it holds now; ``available``: that and what is free on the device."""
     if device.type != "cuda":
         held = psutil.Process().memory_info().rss
         return {"device": "cpu", "resident": peak_memory(), "current": held, "available": held + free_memory()}
@@ -52,7 +48,7 @@ def memory_peak(device: torch.device) -> MemoryPeak:
 
 def memory_peaks(ranks: ProcessGroupInfo, device: torch.device) -> list[MemoryPeak]:
     """``memory_peak`` of all ranks. All ranks must call it."""
-    return [json.loads(peak) for peak in ranks.all_gather(json.dumps(memory_peak(device)).encode())]
+    return ranks.all_gather(memory_peak(device))
 
 
 def held_bytes(peak: MemoryPeak) -> int:
@@ -62,15 +58,13 @@ def held_bytes(peak: MemoryPeak) -> int:
 
 def fit_together(*runs: Sequence[MemoryPeak]) -> bool:
     """Whether the processes of all runs (each the peaks of its ranks) can be there at once, on every device."""
-    needed: dict[str, int] = defaultdict(int)
-    available: dict[str, int] = defaultdict(int)
+    needed, available = Counter[str](), Counter[str]()
     for run in runs:
-        free: dict[str, int] = defaultdict(int)  # by this run's account; the others may have been there already
+        free = Counter[str]()  # by this run's account; the others may have been there already
         for peak in run:
             needed[peak["device"]] += held_bytes(peak)
             free[peak["device"]] += peak["available"]
-        for device, size in free.items():
-            available[device] = max(available[device], size)
+        available |= free  # the larger of both
     return all(size <= USABLE * available[device] for device, size in needed.items())
 
 

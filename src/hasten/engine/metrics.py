@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -59,12 +60,9 @@ def _accuracy(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
     return (_reshape_like(scores.argmax(classes), target) == target).double().mean()
 
 
-def _squared_error(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
-    return (_reshape_like(logits_of(output).float(), target) - target).square().mean()
-
-
-def _absolute_error(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
-    return (_reshape_like(logits_of(output).float(), target) - target).abs().mean()
+def _mean_power(exponent: int, output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
+    """The mean of the absolute errors to a power: 1 or 2."""
+    return (_reshape_like(logits_of(output).float(), target) - target).abs().pow(exponent).mean()
 
 
 def _loss(output: Any, target: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -77,9 +75,9 @@ METRICS = {
     "loss": NamedMetric(False, _loss),
     "perplexity": NamedMetric(False, _loss, lambda mean: math.exp(mean) if mean < 700 else math.inf),
     "bits per character": NamedMetric(False, _loss, lambda mean: mean / math.log(2)),
-    "mse": NamedMetric(False, _squared_error),
-    "rmse": NamedMetric(False, _squared_error, math.sqrt),
-    "mae": NamedMetric(False, _absolute_error),
+    "mse": NamedMetric(False, partial(_mean_power, 2)),
+    "rmse": NamedMetric(False, partial(_mean_power, 2), math.sqrt),
+    "mae": NamedMetric(False, partial(_mean_power, 1)),
 }
 
 
@@ -157,10 +155,7 @@ class MetricAccumulator:
             self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
 
     def result(self, sum_over_ranks: SumOverRanks | None = None) -> EvaluationResult:
-        """The metric and the loss over all batches; RunError if there was none.
-
-        ``sum_over_ranks`` is given if other ranks have other batches of the same data: then all of them must call it.
-        """
+        """Metric and loss over all batches, those of other ranks too with ``sum_over_ranks``; RunError without any."""
         totals = [float(self.sum), float(self.loss), float(self.samples)]
         total, loss, samples = sum_over_ranks(totals) if sum_over_ranks else totals
         if not samples:

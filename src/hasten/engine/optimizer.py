@@ -67,10 +67,7 @@ def _with_steps(make_optimizer: Callable[..., Any], steps: int | None) -> Optimi
 
 
 def with_clipping(grad_transform: StepFn, max_norm: float | None, run: RunContext) -> StepFn:
-    """``grad_transform``, then the gradients that the update uses limited to ``max_norm``; unchanged without a limit.
-
-    It comes after what the methods do to the gradients: they must not contain a loss scale.
-    """
+    """``grad_transform``, then limits gradients to ``max_norm`` (None: does not); they must have no loss scale then."""
     if max_norm is None:
         return grad_transform
     optimizer: Any = run.optimizer

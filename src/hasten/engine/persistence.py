@@ -58,7 +58,7 @@ class Persistence:
     def __init__(self, program: Program, recipe: Recipe, directory: RunDirectory | None, record: RunRecord) -> None:
         self.run, self.ranks, self.recipe = program.run, program.run.ranks, recipe
         self.directory, self.record = directory, record
-        self.out = self.ranks.broadcast(b"" if directory is None else str(directory.path).encode()).decode()
+        self.out = self.ranks.broadcast("" if directory is None else str(directory.path))
         self.saves_checkpoints = bool(self.out)
         self.start_of_epoch: dict[str, Any] | None = None  # random state, for sources that are not seekable
         self.rest_of_interrupted_epoch: Callable[[int, int], Iterator[Batch]] | None = None
@@ -81,8 +81,7 @@ class Persistence:
     def save(self, wait: bool) -> float:
         """Begins to write a checkpoint in a thread; with ``wait``, returns only when it is on the disk.
 
-        Returns:
-            Seconds of this call, plus those that the thread spent on the previous checkpoint.
+        Returns the seconds of this call, plus those that the thread spent on the previous checkpoint.
         """
         self.list_skipped()
         began = perf_counter()
@@ -208,24 +207,19 @@ class Persistence:
 
     def _to_all_ranks(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
         """The checkpoint of rank 0 on every rank: each loads it, if all see the run directory; else rank 0 sends it."""
-        if self.ranks.is_single_process:
-            return state
-        save = self.ranks.broadcast(state["save"].encode() if state else b"").decode()
+        save = self.ranks.broadcast(state["save"] if state else "")
+        if not save:
+            return None
         directory = checkpoint.find_shared_directory(self.ranks, self.directory and self.directory.path / "checkpoints")
-        if directory is None or not save:
-            return checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
-        found = state
-        if found is None:
+        if directory and state is None:
             with suppress(RunError):
-                found = checkpoint.Checkpoints(directory).newest(lambda other: other["save"] == save)
-        if self.ranks.any(found is None):  # a shared file system may show the directory before its files
+                state = checkpoint.Checkpoints(directory).newest(lambda other: other["save"] == save)
+        if self.ranks.any(state is None):  # a shared file system may show the directory before its files
             return checkpoint.deserialize(self.ranks.broadcast(checkpoint.serialize(state)))
-        return found
+        return state
 
     def _newest(self) -> dict[str, Any] | None:
-        """The newest complete checkpoint or None; cuts log.jsonl to its step. ConfigurationError for other data. Rank
-        0.
-        """
+        """The newest complete checkpoint or None, on rank 0; cuts log.jsonl to it. ConfigurationError: other data."""
         assert self.directory is not None and self.checkpoints is not None
         length, identity = self.directory.logged(), self.directory.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)
@@ -233,13 +227,8 @@ class Persistence:
         self.directory.remove(bad_rows.FILE)  # the checkpoint holds the rows skipped before it
         if not state and self.directory.begun:
             warnings.warn("no checkpoint was written yet; the run starts over at step 0", HastenWarning, stacklevel=2)
-        if state:
-            self._check_same_data(state["samples_per_epoch"])
-        return state
-
-    def _check_same_data(self, before: int | None) -> None:
-        """Raises ``ConfigurationError`` if an epoch had another number of samples ``before`` the run was resumed."""
-        now = self.run.plan.samples
+        before, now = state["samples_per_epoch"] if state else None, self.run.plan.samples
         if before is not None and now is not None and before != now:
             advice = f"give it the {before} samples again, or start anew in another --out"
             raise ConfigurationError(f"the data have {now} samples, the run in {self.out} had {before}; {advice}")
+        return state

@@ -21,7 +21,6 @@ from hasten.core.types import BackwardFn, Batch, BatchFn, ContextFactory, Forwar
 from hasten.distributed.batch_sharding import (
     EvaluationShards,
     ShardLog,
-    can_share_evaluation,
     check_replica_inputs,
     share_evaluation,
     with_loss_weights,
@@ -73,9 +72,7 @@ def build(
     seed: int = 0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> Program:
-    """Builds the program of a task under a set of methods, in the order of their cards, for a device of this process.
-    ConfigurationError if methods conflict, or the parts of the task do not fit together.
-    """
+    """The program of a task under a set of methods on a device of this process; ConfigurationError if they conflict."""
     parallel = None if ranks.is_single_process else ParallelContext(ranks)
     services = EngineServices(partial(higher_is_better, task), available_cpus, free_memory)
     run = RunContext(torch.device(device), task, seed=seed, parallel=parallel, services=services)
@@ -146,10 +143,10 @@ def _build_data(
     validation, shards = data_adapters.validation(task, task_batch_size, run.seed), None
     own_evaluation = task.evaluate is not None  # it reads all batches
     adds_up = not run.ranks.is_single_process and not own_evaluation and MetricAccumulator(task).adds_up
-    differ = _replicas_differ(methods)
-    if validation is not None and can_share_evaluation(validation, run.ranks.world_size, adds_up, differ):
-        shards = EvaluationShards(run.ranks)
-        validation = share_evaluation(validation, shards)
+    if validation is not None and adds_up and not _replicas_differ(methods):
+        possible = EvaluationShards(run.ranks)
+        if (shared := share_evaluation(validation, possible)) is not None:
+            validation, shards = shared, possible
     with preserve_rng_state():  # a method may read samples to inspect them
         for method in methods:
             if "data" in hooks_of(method):
@@ -164,20 +161,19 @@ def _build_data(
 
 def _build_model(task: Task, fold: Fold, run: RunContext) -> torch.nn.Module:
     """The model after the ``model`` hooks, on ``init_device`` of the ParallelContext: run's device, CPU or meta."""
-    make = partial(_make_model, task, fold)
+
+    def make() -> torch.nn.Module:
+        model: Any = task.model()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigurationError(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigurationError("the model has no parameters to train")
+        return fold("model", model)
+
     if run.parallel and run.parallel.init_device == "meta":
         model, run.parallel.materialize = deferred_init(make)
         return model
     return make() if run.parallel and run.parallel.init_device == "cpu" else make().to(run.device)
-
-
-def _make_model(task: Task, fold: Fold) -> torch.nn.Module:
-    model: Any = task.model()
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigurationError(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigurationError("the model has no parameters to train")
-    return fold("model", model)
 
 
 def _build_forward(task: Task, fold: Fold, run: RunContext, own_step: OwnStep | None) -> ForwardFn:

@@ -26,6 +26,7 @@ from hasten.core.method import HOOKS, Method, validate_options
 from hasten.core.recipe import Recipe
 
 ENTRY_POINTS = "hasten.methods"
+METHODS_DIRECTORY = Path(hasten.methods.__path__[0])
 DISTRIBUTED = "distributed"  # the fact (key of FACTS) under which methods for several processes apply
 OPTION_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "absent"}
 
@@ -44,7 +45,7 @@ def method_class(name: str) -> type[Method]:
     if name not in _method_files():
         advice = suggest(name, method_names())
         raise ConfigurationError(f"no method is called {name!r}{advice}; `hasten methods` lists all")
-    directories = _method_files()[name].relative_to(_methods_directory()).parent.parts
+    directories = _method_files()[name].relative_to(METHODS_DIRECTORY).parent.parts
     module = importlib.import_module(".".join(("hasten.methods", *directories, name)))
     return next(cls for cls in _method_classes(module) if cls.__module__ == module.__name__)
 
@@ -52,11 +53,7 @@ def method_class(name: str) -> type[Method]:
 @cache
 def _method_files() -> dict[str, Path]:
     """Method name -> its file, for every file in ``hasten/methods`` and its directories."""
-    return {path.stem: path for path in sorted(_methods_directory().rglob("*.py")) if not path.name.startswith("_")}
-
-
-def _methods_directory() -> Path:
-    return Path(hasten.methods.__path__[0])
+    return {path.stem: path for path in sorted(METHODS_DIRECTORY.rglob("*.py")) if not path.name.startswith("_")}
 
 
 @cache
@@ -77,10 +74,7 @@ def default_methods(fact: str) -> list[str]:
 
 
 def remedies(problem: str) -> str:
-    """The methods that may help against a problem (key of REMEDIES), as the command line takes them: "a, b or c".
-
-    Without an NVIDIA GPU those for GPUs are left out.
-    """
+    """Methods against a problem (key of REMEDIES), as typed: "a, b or c"; without an NVIDIA GPU, none for GPUs."""
     import torch  # the command line reads names of methods without it
 
     cards = {name: card for name, card in cards_that_state("remedy_for").items() if problem in card.remedy_for}
@@ -157,10 +151,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def line_in(error: BaseException, path: str | Path) -> str:
-    """`` (line 12)``: the line of the user's file in which the error was raised; empty if it was raised elsewhere.
-
-    The text of a SyntaxError has its line already.
-    """
+    """`` (line 12)`` of the user's file in which the error was raised; empty elsewhere, or for a SyntaxError."""
     line, traceback = None, error.__traceback__
     while traceback:
         if traceback.tb_frame.f_code.co_filename == str(path):

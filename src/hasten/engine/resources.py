@@ -30,10 +30,7 @@ def free_memory() -> int:
 
 
 def peak_memory() -> int:
-    """The most bytes of host memory that were resident in this process so far.
-
-    ``getrusage`` states more: its figure survives ``exec``, so it includes what the starting process held.
-    """
+    """The most bytes of host memory resident in this process so far; ``getrusage`` includes those of its parent."""
     peak = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return 1024 * int(peak.group(1)) if peak else psutil.Process().memory_info().rss
 

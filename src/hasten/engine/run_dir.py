@@ -31,16 +31,9 @@ FREE_THE_DISK = "the files saved before are complete; free the disk and continue
 class RunDirectory:
     """The files of one run. The constructor reads and checks what is in the directory; it writes nothing.
 
-    Args:
-        path: The directory.
-        identity: Facts about the run, such as task and seed, that must not change when it is resumed.
-        recipe: The requested recipe; None selects that of the run in the directory, or an empty one.
-        resume: Whether to resume the run in the directory.
-        resume_key: ``(recipe) -> recipe``: the part of a recipe that must not change when a run is resumed.
-
-    Raises:
-        ConfigurationError: The directory holds something else, or a run that cannot be resumed as requested.
-        RunError: The files of the run cannot be read.
+    ``identity`` are facts, such as task and seed, that must not change when the run is resumed, and ``resume_key`` maps
+    a recipe to the part that must not. Without a ``recipe`` that of the run in the directory is taken, or an empty one.
+    ConfigurationError if the directory cannot be used as requested; RunError if the run in it cannot be read.
     """
 
     def __init__(
@@ -78,9 +71,7 @@ class RunDirectory:
             return None
 
     def begin(self, environment: dict[str, Any]) -> None:
-        """Creates and locks the directory, and writes environment.json for a new run. ConfigurationError if another
-        process is training in the directory, or it cannot be written to.
-        """
+        """Creates and locks the directory, writes environment.json of a new run; ConfigurationError if it is in use."""
         checkpoints = self.path / "checkpoints"
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
@@ -145,10 +136,7 @@ class RunDirectory:
         return any(path.iterdir()) if path.is_dir() else path.stat().st_size > 0 and name != "recipe.toml"
 
     def _read_run(self, recipe: Recipe | None) -> None:
-        """Reads the run to be resumed and checks that it is the requested one.
-
-        It may be requested with the recipe that it began with, with that in recipe.toml, or with none.
-        """
+        """Reads the run to be resumed, and checks that its first recipe, that in recipe.toml, or none was requested."""
         try:
             before: Any = json.loads((self.path / "environment.json").read_text(encoding="utf-8"))
             self.environment = before

@@ -4,10 +4,9 @@ Checks the request, opens the run directory on rank 0, builds the run, and relea
 itself is in ``trainer.py``.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -110,8 +109,7 @@ def train(
         directory = _open_run_directory(ranks, loaded, chosen, out, resume, seed, max_bad_rows, code)
         chosen = directory.recipe if directory else chosen or Recipe()
         result = directory.finished() if directory else None
-        if not ranks.is_single_process:
-            chosen, result, out = _broadcast_run(ranks, chosen, result, out)
+        chosen, result, out = ranks.broadcast((chosen, result, None if out is None else str(out)))  # of rank 0
         for message in _resume_warnings(directory, resume, ref, code, result, out):
             _warn(ranks, message)
         if result:
@@ -126,24 +124,15 @@ def train(
             if begun:
                 begun(None if out is None else str(out))
             arguments = (program, chosen, directory, observers, on_progress, checkpoint_seconds, signals, began)
-            return _run(program, directory, partial(Trainer, *arguments))
-
-
-def _run(program: Program, directory: RunDirectory | None, make_trainer: Callable[[], Trainer]) -> dict[str, Any]:
-    """Trains with the trainer that ``make_trainer`` builds; then closes it and the run directory."""
-    try:
-        with program.process_context():
-            trainer = make_trainer()
             try:
-                return trainer.run()
+                with program.process_context(), closing(Trainer(*arguments)) as trainer:
+                    return trainer.run()
+            except KeyboardInterrupt:
+                advice = "; resume from the newest checkpoint with --resume" if directory else ""
+                raise RunInterrupted(f"stopped at once{advice}") from None
             finally:
-                trainer.close()
-    except KeyboardInterrupt:
-        advice = "; resume from the newest checkpoint with --resume" if directory else ""
-        raise RunInterrupted(f"stopped at once{advice}") from None
-    finally:
-        if directory:
-            directory.close()
+                if directory:
+                    directory.close()
 
 
 def _open_run_directory(
@@ -171,15 +160,6 @@ def _open_run_directory(
     }
     arguments = (identity, recipe, resume, without_strategy)
     return on_main_process(ranks, lambda: None if out is None else RunDirectory(out, *arguments))
-
-
-def _broadcast_run(
-    ranks: ProcessGroupInfo, recipe: Recipe, result: dict[str, Any] | None, out: str | Path | None
-) -> tuple[Recipe, dict[str, Any] | None, str | None]:
-    """Gives all ranks the recipe, result (None if unfinished) and path that rank 0 found in the run directory."""
-    found = json.dumps([recipe.methods, result, None if out is None else str(out)])
-    methods, result, path = json.loads(ranks.broadcast(found.encode()))
-    return Recipe(methods), result, path
 
 
 def _resume_warnings(
@@ -230,16 +210,13 @@ def run_identity(task: Task, seed: int, code: str | None, recipe: Recipe | None)
 
 
 def device_of(ranks: ProcessGroupInfo, device: str) -> str:
-    """The device of this rank: each rank of a node gets its own GPU. A collective. ConfigurationError if the node has
-    fewer GPUs than ranks, or the request names a single GPU for several ranks.
-    """
+    """The device of this rank: a GPU of its own. A collective. ConfigurationError if there are fewer than ranks."""
     if ranks.is_single_process or not device.startswith("cuda"):
         return device
     if device != "cuda":
         advice = "use --device cuda, and each gets a GPU of its own"
         raise ConfigurationError(f"several processes cannot share the device {device}; {advice}")
-    infos = [json.loads(each) for each in ranks.all_gather(json.dumps([visible_gpus(), ranks.local_rank]).encode())]
-    visible, local_ranks = zip(*infos, strict=True)
+    visible, local_ranks = zip(*ranks.all_gather((visible_gpus(), ranks.local_rank)), strict=True)
     return f"cuda:{assign_gpus(visible, local_ranks)[ranks.rank]}"
 
 

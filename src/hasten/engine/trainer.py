@@ -19,11 +19,12 @@ from hasten.engine.error_messages import empty_data_error, explain_error, format
 from hasten.engine.evaluation import evaluate
 from hasten.engine.loop import is_finished, train_epoch
 from hasten.engine.memory import memory_peaks
+from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.observers import Observer, finite_or_none, losses_to_host, progress_reporter
 from hasten.engine.persistence import Persistence, RunRecord
 from hasten.engine.plan import Program
 from hasten.engine.run_dir import RunDirectory
-from hasten.engine.summary import run_summary
+from hasten.utils.targets import first_sustained_target
 
 
 class Trainer:
@@ -129,7 +130,10 @@ class Trainer:
             where = f"{format_position(step + 1, epoch, batch)} or just before"
             raise explain_error(error, where, batch_size) from error
         first = step - len(pending) + 1
-        losses = local if self.ranks.is_single_process else self._mean_over_ranks(local)
+        losses = local
+        if not self.ranks.is_single_process:  # the losses of the global batches, from those of the ranks' shards
+            weighted = [loss * weight for loss, (*_, weight) in zip(local, pending, strict=True)]
+            losses = [total / self.ranks.world_size for total in self.ranks.all_reduce_sum(weighted)]
         finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))  # losses before NaN
         self._observe([{"step": first + i, "loss": loss} for i, loss in enumerate(losses[:finite])])
         if finite < len(losses):
@@ -141,11 +145,6 @@ class Trainer:
             raise finite_checks.non_finite_loss_error(local[finite], where, read_again)
         pending.clear()
         self.persistence.note_time("steps")
-
-    def _mean_over_ranks(self, losses: list[float]) -> list[float]:
-        """The losses of the global batches, from those of this rank's shards. All ranks must call it."""
-        weighted = [loss * weight for loss, (*_, weight) in zip(losses, self.pending, strict=True)]
-        return [total / self.ranks.world_size for total in self.ranks.all_reduce_sum(weighted)]
 
     def _evaluate(self) -> None:
         self._fetch_losses()
@@ -175,7 +174,7 @@ class Trainer:
         """Writes model.safetensors and result.json; returns the result."""
         self.persistence.finish()
         seconds, split = self.record.seconds(), self.record.split
-        result = run_summary(self.program.task, self.context, self.record.evaluations, self.record.seconds_at) | {
+        result = self._outcome() | {
             "seconds": seconds,
             "split": {**split, "training": seconds - sum(split.values())},
             "stopped": self.stopped,
@@ -188,6 +187,35 @@ class Trainer:
         }
         self.persistence.write_result(result)
         return result
+
+    def _outcome(self) -> dict[str, Any]:
+        """The metrics of the run, and when its target was reached."""
+        task, run = self.program.task, self.context  # a method may have changed ``run.task``
+        history, seconds_at = self.record.evaluations, self.record.seconds_at
+        higher = higher_is_better(task)
+        metrics = [finite_or_none(evaluation.metric) for evaluation in history]
+        finite = [metric for metric in metrics if metric is not None]
+        reached = first_sustained_target(metrics, task.target, higher)
+        return {
+            "metric": metrics[-1] if metrics else None,
+            "metric_name": name_of(task),
+            "best_metric": (max if higher else min)(finite, default=None),
+            "higher_is_better": higher,
+            "target": task.target,
+            "reached": reached is not None,
+            "seconds_to_target": None if reached is None else seconds_at[reached],
+            "samples_to_target": None if reached is None else history[reached].samples,
+            "steps": run.progress.step,
+            "samples": run.progress.samples,
+            "evaluations": [
+                {"step": evaluation.step, "samples": evaluation.samples, "metric": metric, "seconds": seconds}
+                for evaluation, metric, seconds in zip(history, metrics, seconds_at, strict=True)
+            ],
+            "no_effect": [list(pair) for pair in run.no_effect],
+            "task": task.name,
+            "seed": run.seed,
+            "device": str(run.device),
+        }
 
     def _observe(self, records: list[dict[str, Any]]) -> None:
         for observer in self.observers:

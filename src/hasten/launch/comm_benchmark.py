@@ -45,16 +45,10 @@ def bench_comm(
 ) -> dict[str, Any]:
     """Measures the collectives among the ranks of the job that this process belongs to. All ranks must call it.
 
-    Args:
-        device: "cpu" or "cuda"; by default a GPU if there is one.
-        sizes: bytes that each rank contributes.
-        on_progress: receives the progress.
-        timeout: seconds to wait for a silent rank.
-
     Returns:
         processes, nodes, backend, device, and collectives: name -> {"latency": seconds, "bandwidth": bytes/s, "sizes":
         [{"bytes", "seconds": {"median", "low", "high"}}]}; low and high are the fastest and the slowest round. Sizes
-        that would take long on a slow network are missing.
+        (bytes that each rank contributes) that would take long on a slow network are missing.
 
     Raises:
         ConfigurationError: there is only one process.

@@ -57,10 +57,7 @@ NODE_JOINED = "another node has joined; all ranks save a checkpoint and continue
 
 
 class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
-    """Runs the ranks of this node, from the first start to the last end.
-
-    ``job`` is the job directory, in which the ranks leave their results; ``store`` is that of the rendezvous.
-    """
+    """Runs the ranks of this node. ``job``: the directory with their results; ``store``: that of the rendezvous."""
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, job: str, store: dist.Store):
         super().__init__(spec, logs_specs, shutdown_timeout=SHUTDOWN_GRACE_S)
@@ -84,15 +81,12 @@ class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
         handler of Python, so that it is killed after FAILURE_GRACE_S.
         """
         deadline = time.monotonic() + HANG_REPORT_S
-        while self._some_waited() and None in self.exit_codes():
+        while any(result.waited for result in read_results(self.job).values()) and None in self.exit_codes():
             if time.monotonic() > deadline:
                 return close(signal.SIGKILL, SHUTDOWN_GRACE_S)
             time.sleep(0.05)
         has_failed = any(self.exit_codes()) and not any(result.stopped for result in read_results(self.job).values())
         close(signal_number, FAILURE_GRACE_S if has_failed else SHUTDOWN_GRACE_S)
-
-    def _some_waited(self) -> bool:
-        return any(result.waited for result in read_results(self.job).values())
 
     def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         state = self._state_of(worker_group)
@@ -104,9 +98,7 @@ class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
         return state
 
     def _decide_on_restart(self, worker_group: WorkerGroup, codes: dict[int, int]) -> None:
-        """After a failure: sets how many restarts are left, and warns of the one that follows. RendezvousClosedError if
-        the job has ended on another node.
-        """
+        """After a failure: sets and reports the restarts left; RendezvousClosedError if the job ended elsewhere."""
         results, is_single_node = read_results(self.job), worker_group.group_world_size == 1
         has_root_cause = any(result.message and not result.is_peer_failure for result in results.values())
         if has_root_cause or self._done_nodes(worker_group) or (is_single_node and is_mutual_timeout(results, codes)):
@@ -124,9 +116,7 @@ class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
             warnings.warn(what, HastenWarning, stacklevel=2)
 
     def _state_of(self, worker_group: WorkerGroup) -> RunResult:
-        """The state of the ranks; unhealthy if another node is missed. RendezvousClosedError if the job has ended
-        elsewhere, which ranks notice late if they are in a long step.
-        """
+        """The state of the ranks; unhealthy if a node is missed. RendezvousClosedError if the job ended elsewhere."""
         result = super().monitor_workers(worker_group)
         if result.state != WorkerState.HEALTHY:
             return result
@@ -151,11 +141,9 @@ class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
             self.store.set(RUN_DIR, directory)
 
     def exit_barrier(self) -> None:
-        """Waits until all nodes have finished: another node may still write the model. RendezvousClosedError if the job
-        has failed on another node, or a node was lost.
-        """
-        group = self.get_worker_group()
-        _store(group).set(f"{DONE}/{group.group_rank}", "")
+        """Waits until all nodes have finished (one may still write the model); RendezvousClosedError if one has not."""
+        group: Any = self.get_worker_group()
+        group.store.set(f"{DONE}/{group.group_rank}", "")
         while True:
             is_closed = group.spec.rdzv_handler.is_closed()
             if len(self._done_nodes(group)) == num_nodes(group):
@@ -165,8 +153,8 @@ class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
             time.sleep(group.spec.monitor_interval)
 
     def _done_nodes(self, worker_group: WorkerGroup) -> set[int]:
-        store, nodes = _store(worker_group), range(num_nodes(worker_group))
-        self.done = {node for node in nodes if store.check([f"{DONE}/{node}"])}
+        store: Any = worker_group.store  # of this rendezvous; its keys are gone after the next
+        self.done = {node for node in range(num_nodes(worker_group)) if store.check([f"{DONE}/{node}"])}
         return self.done
 
     def _admits_node(self, worker_group: WorkerGroup, results: dict[int, RankResult]) -> bool:
@@ -182,7 +170,7 @@ class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
         """Whether the heartbeat of another node has stopped: the node vanished without closing its connections."""
         if num_nodes(worker_group) == 1 or time.monotonic() < self.last_check + HEARTBEAT_INTERVAL_S:
             return False
-        store = _store(worker_group)
+        store: Any = worker_group.store
         store.add(f"{HEARTBEAT}/{worker_group.group_rank}", 1)
         at_work = set(range(num_nodes(worker_group))) - self._done_nodes(worker_group)
         counters = [(node, store.add(f"{HEARTBEAT}/{node}", 0)) for node in at_work]
@@ -197,16 +185,8 @@ def num_nodes(group: WorkerGroup) -> int:
     return group.group_world_size
 
 
-def _store(group: WorkerGroup) -> dist.Store:
-    """The store of the current rendezvous; its keys are gone after the next rendezvous."""
-    assert group.store is not None, "the nodes have not met yet"
-    return group.store
-
-
 def check_same_launch_options(store: dist.Store, options: dict[str, str]) -> None:
-    """Raises ConfigurationError if the launch options differ from the first node's, before the nodes wait for each
-    other.
-    """
+    """ConfigurationError if the launch options differ from the first node's, before the nodes wait for each other."""
     first = json.loads(store.compare_set(OPTIONS, "", json.dumps(options)))
     for option, value in options.items():
         if first[option] != value:

@@ -63,15 +63,6 @@ class _Job:
     directory: str
     address: str
 
-    @property
-    def shared_options(self) -> dict[str, str]:
-        """Option -> value, as text, of the launch options that must be the same on all nodes."""
-        return {
-            "--nnodes": ":".join(map(str, self.nnodes)),
-            "--nproc-per-node": str(self.nproc_per_node),
-            "--max-restarts": str(self.max_restarts),
-        }
-
 
 def launch(
     argv: list[str],
@@ -96,7 +87,9 @@ def launch(
         ConfigurationError, RunError: the error of the first rank that failed, with its rank.
     """
     _check_memory(nproc_per_node)
-    _silence_torch_agent()
+    for name in [*logging.Logger.manager.loggerDict]:  # ``launch`` reports each event of torch's agent in one line
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     address = LOOPBACK if rdzv_endpoint is None else local_address(rdzv_endpoint)
     # a launcher that is killed leaves the directory, as torchrun leaves its log directory
     with (
@@ -115,11 +108,7 @@ def launch(
 
 
 def preflight_check(task: str, processes: int, methods: Iterable[Method], nnodes: int = 1) -> None:
-    """Checks a request before ranks are started, which takes long if there are more processes than CPUs.
-
-    ConfigurationError if there is no such task, its batch has fewer samples than there are ranks, or the host memory is
-    too small for so many processes.
-    """
+    """ConfigurationError, before ranks are started, if task, batch size or memory rule out so many processes."""
     _check_memory(processes)
     ref = TaskRef.of(task)
     if processes <= available_cpus():
@@ -158,14 +147,14 @@ def _run_with_new_stores(job: _Job) -> RunResult | None:
 
 
 def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
-    """Runs the ranks of this node until the job is over; None if the job did not need this node. ``restarts``: how many
-    are left. ``hosts``: whether this node hosts the store.
-    """
+    """Runs the ranks of this node until the job is over, with so many ``restarts``; None if the job did not need it."""
     endpoint = job.rdzv_endpoint or f"{LOOPBACK}:0"
     timeouts = {"join_timeout": RENDEZVOUS_TIMEOUT_S, "last_call_timeout": LAST_CALL_S}
     parameters = RendezvousParameters("c10d", endpoint, "hasten", *job.nnodes, job.address, is_host=hosts, **timeouts)
     backend, store = _create_backend(parameters)
-    elastic.check_same_launch_options(store, job.shared_options)
+    nnodes, nproc, max_restarts = ":".join(map(str, job.nnodes)), str(job.nproc_per_node), str(job.max_restarts)
+    shared_options = {"--nnodes": nnodes, "--nproc-per-node": nproc, "--max-restarts": max_restarts}
+    elastic.check_same_launch_options(store, shared_options)
     handler = create_handler(store, backend, parameters)
     spec = WorkerSpec(
         "hasten",
@@ -252,13 +241,6 @@ def _job_error(
         is_unique = [other for *_, other in failed].count(message) == 1
         return ConfigurationError(f"{message} (rank {rank})" if rank and is_unique else message)
     return RunError(f"rank {rank}: {message}")
-
-
-def _silence_torch_agent() -> None:
-    """Disables torch's log messages: ``launch`` reports each event in one line."""
-    for name in [*logging.Logger.manager.loggerDict]:
-        if name.startswith("torch.distributed"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager

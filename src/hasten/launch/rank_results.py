@@ -65,13 +65,9 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def write_result(result: RankResult) -> None:
-    """Writes the result of this rank into its error file."""
-    write_result_for(_this_error_file(), int(os.environ["RANK"]), result)
-
-
-def write_result_for(error_file: Path, rank: int, result: RankResult) -> None:
-    """Writes the result of ``rank`` to ``error_file`` atomically: the agent and other ranks may read it."""
+def write_result(result: RankResult, error_file: Path | None = None, rank: int | None = None) -> None:
+    """Writes the result of ``rank`` to its error file, by default those of this process. Atomic: others may read it."""
+    error_file, rank = error_file or _this_error_file(), int(os.environ["RANK"]) if rank is None else rank
     fields = {**vars(result), "timestamp": time.time(), "rank": rank}
     content = {"message": result.message or "", "extraInfo": {"timestamp": fields["timestamp"], "result": fields}}
     unfinished = error_file.with_suffix(".unfinished")
@@ -80,9 +76,7 @@ def write_result_for(error_file: Path, rank: int, result: RankResult) -> None:
 
 
 def peer_error() -> str | None:
-    """Waits until a rank of this node has failed, and returns its message; None once all other ranks have succeeded.
-    Also None if some of them have not ended after ``PEER_RESULT_TIMEOUT_S``.
-    """
+    """Waits for the message of a rank of this node; None once all ended without, or after PEER_RESULT_TIMEOUT_S."""
     num_peers, deadline = int(os.environ["LOCAL_WORLD_SIZE"]) - 1, time.monotonic() + PEER_RESULT_TIMEOUT_S
     while time.monotonic() < deadline:
         results = read_results(_job_directory())

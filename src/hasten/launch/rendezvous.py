@@ -19,9 +19,7 @@ REPORT_EVERY_S = 10.0
 
 
 def local_address(endpoint: str) -> str:
-    """The address of this node that HOST:PORT can reach; ConfigurationError if the host is unknown or no route leads
-    there.
-    """
+    """The address of this node that HOST:PORT can reach; ConfigurationError if no route leads there."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
             probe.connect(split_host_port(endpoint))
@@ -38,9 +36,7 @@ def interface_of(address: str) -> str | None:
 
 
 def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
-    """Whether this node has to host the store at HOST:PORT. If HOST is another node, waits until the store answers.
-    RunError if it has not answered for ``timeout`` seconds.
-    """
+    """Whether this node hosts the store at HOST:PORT; else waits until that answers, RunError after ``timeout`` s."""
     host, port = split_host_port(endpoint)
     began = reported = time.monotonic()
     while True:

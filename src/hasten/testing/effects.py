@@ -26,10 +26,7 @@ class ObservedEffect:
 
 
 def observe_effect(task: Task, recipe: Recipe) -> ObservedEffect:
-    """Trains a task for a few steps under a recipe of one method, evaluates it, and reads what the method reports.
-
-    A recipe that the task does not allow (ConfigurationError) has no effect.
-    """
+    """What a recipe of one method shows in a few steps and an evaluation; a ConfigurationError is no effect."""
     with restored():
         try:
             program = _trained(task, recipe)

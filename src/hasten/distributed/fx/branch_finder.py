@@ -24,11 +24,7 @@ Branch = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class BranchBlock:
-    """Independent branches: all they read is computed before them, and their outputs are read after all of them, by
-    ``join``.
-
-    ``part`` is the name of the submodule whose graph contains the block; ``branches`` are the nodes of each branch.
-    """
+    """Branches that read nothing of each other and end in ``join``, in the graph of the submodule ``part``."""
 
     part: str
     branches: tuple[Branch, ...]
@@ -59,8 +55,7 @@ def find_branch_blocks(
 ) -> tuple[list[BranchBlock], list[str]]:
     """The blocks of a model that ``processes`` can divide, and reasons against other branches.
 
-    ``graphs`` is the result of ``graphs_of``: name of a submodule -> its graph. ``random_nodes`` holds ``key_of`` the
-    nodes that draw random numbers.
+    ``graphs``: name of a submodule -> its graph; ``random_nodes``: ``key_of`` the nodes that draw random numbers.
     """
     module_uses = Counter(
         id(tensor)
@@ -140,9 +135,7 @@ def _forks(graph: torch.fx.Graph) -> dict[Node, Node | None]:
 
 
 def _branches_between(fork: Node | None, join: Node, trained: set[Node]) -> list[list[Node]]:
-    """The connected components between a fork and a join, in the order of the graph. Nodes without parameters at either
-    end join a component only if all their readers, or all that they read, are in it.
-    """
+    """Connected components between fork and join, in graph order; see the module for nodes without parameters."""
     region: set[Node] = set()
     pending = _sources(join)
     while pending:
@@ -186,9 +179,7 @@ def _branches_between(fork: Node | None, join: Node, trained: set[Node]) -> list
 
 
 def assign_branches(costs: Sequence[Sequence[float]], processes: int) -> list[list[int]]:
-    """A process for each branch of each block, from the cost of each branch. The most expensive branch first, each to
-    the process with the least load in this block, then in those before it.
-    """
+    """A process for each branch of each block: the costliest branch first, to the process with the least load."""
     totals, assignment = [0.0] * processes, list[list[int]]()
     for block_costs in costs:
         loads, owners = [0.0] * processes, [0] * len(block_costs)
@@ -207,18 +198,13 @@ def graphs_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.
         return
     graph = try_trace(module, lambda part: _is_wrapped(part) or torch.fx.Tracer().is_leaf_module(part, ""))
     if graph is not None:
-        _erase_unread_items(graph)
+        for node in reversed(graph.nodes):  # unread items, such as the last state of a recurrent layer, seem outputs
+            if node.target is operator.getitem and not node.users:
+                graph.erase_node(node)
         yield prefix, graph
         return
     for name, child in module.named_children():
         yield from graphs_of(child, f"{prefix}.{name}" if prefix else name)
-
-
-def _erase_unread_items(graph: torch.fx.Graph) -> None:
-    """Erases unpacked items that nothing reads, such as the last state of a recurrent layer: they look like outputs."""
-    for node in reversed(graph.nodes):
-        if node.target is operator.getitem and not node.users:
-            graph.erase_node(node)
 
 
 def _is_wrapped(module: nn.Module) -> bool:

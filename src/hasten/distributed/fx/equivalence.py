@@ -20,9 +20,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class PartitionPlan(NamedTuple):
-    """A way to partition blocks in place: ``(model, blocks) -> None``. ``everywhere``: whether each process gets the
-    gradients of all parameters.
-    """
+    """A way to partition blocks in place; ``everywhere``: each process gets the gradients of all parameters."""
 
     partition: Callable[[torch.nn.Module, list[Any]], None]
     everywhere: bool = True
@@ -31,11 +29,10 @@ class PartitionPlan(NamedTuple):
 def verify_partition(
     model: torch.nn.Module, found: list[Any], plans: Sequence[PartitionPlan], name: str, run: RunContext
 ) -> tuple[list[Any], list[str]]:
-    """The blocks that compute the same after each of the ``plans``, and reasons against the others. All ranks must call
-    it.
+    """The blocks that compute the same after each of the ``plans``, and reasons against the others. A collective.
 
-    Partitions copies of the model: all blocks together first, and one by one if that fails. ConfigurationError, which
-    names the method ``name``, if each block is correct by itself, but all together are not.
+    Partitions copies of the model: all blocks together first, and one by one if that fails. ConfigurationError that
+    names the method ``name`` if each block is correct by itself, but all together are not.
     """
     if not found:
         return [], []

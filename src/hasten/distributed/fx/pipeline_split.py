@@ -30,8 +30,8 @@ def find_split_points(
 ) -> tuple[torch.fx.Graph, list[Segment]]:
     """The graph of a model and its segments: lists of nodes with parameters, between which one tensor is passed on.
 
-    ``peek_batch`` returns a batch, to find DTensors between sharded layers; then all ranks must call this.
-    ConfigurationError if there are fewer segments than ``stages``.
+    ``peek_batch`` finds DTensors between sharded layers; then all ranks must call this. ConfigurationError if there are
+    fewer segments than ``stages``.
     """
     longest: list[Segment] = []
     for is_leaf in (lambda module: type(module) is not nn.Sequential, None):
@@ -133,7 +133,7 @@ def check_no_shared_weights(model: nn.Module, stages: Iterable[nn.Module]) -> No
 def materialize_local_stages(
     model: nn.Module, local: Sequence[nn.Module], stages: Sequence[nn.Module], keeps_unused: bool, run: RunContext
 ) -> list[torch.Tensor]:
-    """Initializes the parameters and buffers of the stages in ``local`` on the device; moves those of others to meta.
+    """Initializes the parameters and buffers of the ``local`` stages on the device; moves those of others to meta.
 
     Returns the initialized ones. Plain tensor attributes stay on every rank. With ``keeps_unused`` this rank also holds
     what no stage uses.

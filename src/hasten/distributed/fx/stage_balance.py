@@ -1,6 +1,5 @@
 """Divides the segments of a model into pipeline stages of nearly equal time or memory."""
 
-import json
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from time import perf_counter
@@ -32,26 +31,22 @@ def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> li
 
 
 def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
-    """The ends of the stages and the cost of each, from ``measure()`` on rank 0. The other ranks of its stage measure,
-    too, because they compute shards of the same layers. All ranks must call it.
-    """
+    """The ends and costs of the stages, measured by rank 0 and the others of its stage. All ranks must call it."""
     assert run.parallel is not None
-    message = b""
+    balance = None
     if run.ranks.rank < run.parallel.tp_size:
         costs = measure()
         ends = balance_stages(costs)
         bounds = pairwise([0, *ends])
         stage_totals = [sum(stage_costs[first:end]) for stage_costs, (first, end) in zip(costs, bounds, strict=True)]
-        message = json.dumps([ends, stage_totals]).encode()
-    ends, stage_totals = json.loads(run.ranks.broadcast(message))
-    return ends, stage_totals
+        balance = ends, stage_totals
+    return run.ranks.broadcast(balance)
 
 
 def balance_stages(costs: list[list[float]]) -> list[int]:
     """Divides the segments into consecutive stages, none empty, so that the most expensive stage costs least.
 
-    ``costs[stage][segment]`` is the cost of the segment if that stage runs it. Returns the index after the last segment
-    of each stage.
+    ``costs[stage][segment]`` is the cost if that stage runs it. Returns the index after each stage's last segment.
     """
     segments = len(costs[0])
     impossible: tuple[float, list[int]] = (float("inf"), [])
@@ -99,8 +94,7 @@ def estimate_segment_memory(
 ) -> list[list[float]]:
     """Bytes that every segment would hold in each stage, computed on the meta device. Shape (stages, segments).
 
-    ``pieces`` are the microbatches of a batch; ``in_flight``, for each stage, those that wait there for their backward
-    pass.
+    ``pieces``: microbatches of a batch; ``in_flight``: those that wait in each stage for their backward pass.
     """
     args, kwargs, _ = batches.split_inputs_target(batch)
     inputs = single_tensor_input(args, kwargs)

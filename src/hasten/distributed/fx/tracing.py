@@ -20,9 +20,8 @@ FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace")  # torch.fx
 def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None) -> torch.fx.Graph | None:
     """The graph of a model; None if it cannot be traced, or differs in evaluation mode.
 
-    None, too, for a model whose control flow depends on random numbers (LayerDrop) or on a count of its calls. Tracing
-    changes neither the random generators nor the attributes of the model. ``is_leaf`` tells whether a submodule is one
-    node of the graph; None for torch.fx's choice (modules of torch.nn).
+    Also None if the control flow depends on random numbers (LayerDrop) or on a count of calls. Changes nothing.
+    ``is_leaf`` tells whether a submodule is one node of the graph; None for torch.fx's choice (modules of torch.nn).
     """
     tracer = torch.fx.Tracer()
     if is_leaf is not None:
@@ -47,9 +46,7 @@ def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = N
 
 
 def _counts(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
-    """Whether a number or a text among attributes has changed, on which control flow may depend; what became part of
-    the graph decides nothing.
-    """
+    """Whether a number or a text has changed, on which control flow may depend; the graph's parts decide nothing."""
     changes = [(new, old.get(name)) for old, now in zip(before, after, strict=True) for name, new in now.items()]
     return any(isinstance(new, PLAIN_TYPES) and (type(new), new) != (type(old), old) for new, old in changes)
 
