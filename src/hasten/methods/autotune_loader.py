@@ -69,8 +69,7 @@ class AutotuneLoader(Method):
         if not batches.training:
             return self._validation_data(batches, run)
         if obstacle := self._obstacle(batches):
-            run.report_no_effect(self, obstacle)
-            return batches
+            return run.report_no_effect(self, obstacle, batches)
         autotuner = run.checkpoint_state[self.name] = LoaderAutotuner(
             self._initial_workers(_current_workers(batches)),
             cores=self.cores or run.services.available_cpus(),

@@ -30,11 +30,9 @@ class CudnnBenchmark(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cuda":
-            run.report_no_effect(self, f"cuDNN is for NVIDIA GPUs; this run is on {run.device}")
-            return context
+            return run.report_no_effect(self, f"cuDNN is for NVIDIA GPUs; this run is on {run.device}", context)
         if torch.backends.cudnn.benchmark:
-            run.report_no_effect(self, "it is switched on already")
-            return context
+            return run.report_no_effect(self, "it is switched on already", context)
 
         @contextmanager
         def with_benchmark() -> Generator[None]:

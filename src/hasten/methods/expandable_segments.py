@@ -34,11 +34,9 @@ class ExpandableSegments(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cuda":
-            run.report_no_effect(self, f"it is about GPU memory; this run is on {run.device}")
-            return context
+            return run.report_no_effect(self, f"it is about GPU memory; this run is on {run.device}", context)
         if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-            run.report_no_effect(self, "PYTORCH_CUDA_ALLOC_CONF has switched it on already")
-            return context
+            return run.report_no_effect(self, "PYTORCH_CUDA_ALLOC_CONF has switched it on already", context)
 
         @contextmanager
         def with_expandable_segments() -> Generator[None]:

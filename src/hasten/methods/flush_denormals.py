@@ -42,11 +42,9 @@ class FlushDenormals(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cpu":
-            run.report_no_effect(self, f"the tensors of this run are on the GPU ({run.device})")
-            return context
+            return run.report_no_effect(self, f"the tensors of this run are on the GPU ({run.device})", context)
         if not torch.set_flush_denormal(flushes_denormals()):  # as it is
-            run.report_no_effect(self, "this CPU cannot flush denormal numbers")
-            return context
+            return run.report_no_effect(self, "this CPU cannot flush denormal numbers", context)
 
         @contextmanager
         def with_flushed_denormals() -> Generator[None]:

@@ -34,8 +34,7 @@ class FusedKerasOptimizer(Method):
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not is_keras(model):
-            run.report_no_effect(self, NO_KERAS)
-            return model
+            return run.report_no_effect(self, NO_KERAS, model)
         supported = [getattr(import_module(f"{PACKAGE}.torch_{name.lower()}"), name) for name in ("Adam", "AdamW")]
         optimizer: Any = getattr(model, "optimizer", None)
         if type(optimizer) not in supported:

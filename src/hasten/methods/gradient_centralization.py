@@ -31,8 +31,7 @@ class GradientCentralization(Method):
         min_dims = 4 if self.convolutions_only else 2
         parameters = [p for p in run.model.parameters() if p.requires_grad and p.ndim >= min_dims]
         if not parameters:
-            run.report_no_effect(self, f"no parameter has {min_dims} or more dimensions")
-            return grad_transform
+            return run.report_no_effect(self, f"no parameter has {min_dims} or more dimensions", grad_transform)
 
         run.observe_effect(self, partial(observe_gradients, run, partial(_inspect, parameters)))
 

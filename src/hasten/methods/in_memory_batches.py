@@ -131,8 +131,7 @@ class InMemoryBatches(Method):
             fields = stack_samples(spec)
             return map_tensors(lambda field: field.to(run.device), fields) if self.place == "device" else fields
         except (RunError, RuntimeError) as error:  # one sample differs from all others: read them one by one
-            run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}")
-            return None
+            return run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}", None)
 
     def _stack_anew(self, batches: BatchSource, spec: LoaderSpec, run: RunContext) -> Batch | None:
         """The fields of a dataset that has changed; None if its samples can no longer be stacked, or are random now."""

@@ -43,11 +43,9 @@ class MallocTuning(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cpu":
-            run.report_no_effect(self, f"the tensors of this run are on the GPU ({run.device})")
-            return context
+            return run.report_no_effect(self, f"the tensors of this run are on the GPU ({run.device})", context)
         if platform.libc_ver()[0] != "glibc":
-            run.report_no_effect(self, "the C library of this machine is not glibc")
-            return context
+            return run.report_no_effect(self, "the C library of this machine is not glibc", context)
         libc = ctypes.CDLL(None)
 
         @contextmanager

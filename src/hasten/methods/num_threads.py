@@ -34,11 +34,9 @@ class NumThreads(Method):
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         cores = len(os.sched_getaffinity(0))
         if self.count == torch.get_num_threads():
-            run.report_no_effect(self, f"torch computes with {self.count} threads already")
-            return context
+            return run.report_no_effect(self, f"torch computes with {self.count} threads already", context)
         if self.count > cores:
-            run.report_no_effect(self, f"there are only {cores} cores for {self.count} threads")
-            return context
+            return run.report_no_effect(self, f"there are only {cores} cores for {self.count} threads", context)
 
         @contextmanager
         def with_num_threads() -> Generator[None]:
