@@ -1,7 +1,7 @@
 """Finds the number of loader workers while the run trains, by measuring how long its steps wait for batches."""
 
 import math
-import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -217,7 +217,6 @@ def _depends_on_workers(batches: BatchSource) -> bool:
 def _free_shared_memory() -> float:
     """Half of the free bytes of /dev/shm, where DataLoader workers store batches; a full one kills a worker."""
     try:
-        stats = os.statvfs("/dev/shm")
-    except (OSError, AttributeError):  # batches travel in another way
+        return shutil.disk_usage("/dev/shm").free / 2
+    except OSError:  # batches travel in another way
         return math.inf
-    return stats.f_bavail * stats.f_frsize / 2

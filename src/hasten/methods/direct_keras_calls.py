@@ -115,14 +115,10 @@ def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: 
     """``Functional.call`` as a straight sequence of calls."""
     tree: Any = import_module("keras.tree")
     original = functional.call
+    sources = [id(node.input_tensors[0]) if node.input_tensors else 0 for node in nodes]
     program = [
-        (
-            direct.get(id(node)),
-            node,
-            id(node.input_tensors[0]) if node.input_tensors else 0,
-            [id(y) for y in node.outputs],
-        )
-        for node in nodes
+        (direct.get(id(node)), node, source, [*map(id, node.outputs)])
+        for node, source in zip(nodes, sources, strict=True)
     ]
 
     def call(inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:

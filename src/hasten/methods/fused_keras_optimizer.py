@@ -87,9 +87,5 @@ def _tensors(optimizer: Any, variables: list[Any]) -> tuple[list[torch.Tensor], 
         return [slots[index].value.detach() for index in indices]
 
     params = [variable.value.detach() for variable in variables]
-    return (
-        params,
-        of(optimizer._momentums),
-        of(optimizer._velocities),
-        of(optimizer._velocity_hats) if optimizer.amsgrad else [],
-    )
+    largest = of(optimizer._velocity_hats) if optimizer.amsgrad else []
+    return params, of(optimizer._momentums), of(optimizer._velocities), largest
