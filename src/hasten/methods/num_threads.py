@@ -1,13 +1,12 @@
 """The number of threads inside torch's CPU operations."""
 
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext, option
+from hasten.utils.process_setting import with_setting
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,8 @@ class NumThreads(Method):
         if self.count > cores:
             return run.report_no_effect(self, f"there are only {cores} cores for {self.count} threads", context)
 
-        @contextmanager
-        def with_num_threads() -> Generator[None]:
-            before = torch.get_num_threads()
-            with context():
-                torch.set_num_threads(self.count)
-                try:
-                    yield
-                finally:
-                    torch.set_num_threads(before)
-
         run.observe_effect(self, self._describe)
-        return with_num_threads
+        return with_setting(context, torch.set_num_threads, self.count, torch.get_num_threads)
 
     def _describe(self) -> str:
         if torch.get_num_threads() != self.count:
