@@ -104,7 +104,7 @@ class ClonesScaled(Planted):
     """Clips clones of the gradients."""
 
     def grad_transform(self, grad_transform, run):
-        def inspect(gradients):
+        def inspect(gradients, _):
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if norm > 1e-3:
                 raise NoEffectError(f"the optimizer used gradients of norm {norm:.3g}")

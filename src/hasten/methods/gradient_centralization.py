@@ -33,7 +33,7 @@ class GradientCentralization(Method):
         if not parameters:
             return run.report_no_effect(self, f"no parameter has {min_dims} or more dimensions", grad_transform)
 
-        run.observe_effect(self, partial(observe_gradients, run, parameters, partial(_inspect, len(parameters))))
+        run.observe_effect(self, partial(observe_gradients, run, parameters, _inspect))
 
         @torch.no_grad()
         def centralize_gradients() -> None:
@@ -46,7 +46,7 @@ class GradientCentralization(Method):
         return centralize_gradients
 
 
-def _inspect(centralized: int, gradients: list[torch.Tensor]) -> str:
+def _inspect(gradients: list[torch.Tensor], total: int) -> str:
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return f"{NOT_CHECKED}: no parameter had a gradient in this step"
@@ -57,4 +57,4 @@ def _inspect(centralized: int, gradients: list[torch.Tensor]) -> str:
         done += bool((means.abs() <= rounding * g.abs().amax() + 1e-30).all())
     if not done:
         raise NoEffectError(f"no row of the {len(gradients)} gradients had the mean zero when the optimizer used them")
-    return f"{done} of {centralized} gradients were centralized"
+    return f"{done} of {total} gradients were centralized"

@@ -44,7 +44,7 @@ class GradientClipping(Method):
         run.observe_effect(self, partial(observe_gradients, run, parameters, self._inspect))
         return clip_gradients
 
-    def _inspect(self, gradients: list[torch.Tensor]) -> str:
+    def _inspect(self, gradients: list[torch.Tensor], _: int) -> str:
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if norm > 1.01 * self.max_norm:
             raise NoEffectError(f"the optimizer used gradients of norm {norm:.3g}, above max_norm={self.max_norm:g}")
