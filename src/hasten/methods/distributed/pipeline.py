@@ -309,7 +309,7 @@ def _max_even_microbatches(rows: int, most: int, degree: int) -> int:
 def _row_indices(rows: int, microbatches: int) -> torch.Tensor:
     """Row indices of a batch, padded with -1 so that it splits into ``microbatches`` of equal length. 1-d."""
     parts = torch.arange(rows).tensor_split([rows * index // microbatches for index in range(1, microbatches)])
-    return nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=-1).flatten()
+    return nn.utils.rnn.pad_sequence(list(parts), batch_first=True, padding_value=-1).flatten()
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
