@@ -125,6 +125,14 @@ def test_foreach_arithmetic():
     assert not any(tensor.any() for tensor in lists)
 
 
+def test_loss_scale_halves_and_doubles():
+    scale, good, found = torch.tensor(8.0), torch.zeros((), dtype=torch.int32), torch.tensor(1.0)
+    compat.amp_update_scale_(scale, good, found, 2.0, 0.5, 1)
+    assert scale.item() == 4.0
+    compat.amp_update_scale_(scale, good, found.zero_(), 2.0, 0.5, 1)
+    assert scale.item() == 8.0
+
+
 def test_chained_schedulers():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
     parts = [ConstantLR(optimizer), ConstantLR(optimizer)]

@@ -89,6 +89,7 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
+amp_update_scale_ = torch._amp_update_scale_
 foreach_sub = torch._foreach_sub
 foreach_zero_ = torch._foreach_zero_
 

@@ -104,8 +104,8 @@ class ClonesScaled(Planted):
     """Clips clones of the gradients."""
 
     def grad_transform(self, grad_transform, run):
-        def inspect(parameters):
-            norm = float(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+        def inspect(gradients, _):
+            norm = float(torch.nn.utils.get_total_norm(gradients))
             if norm > 1e-3:
                 raise NoEffectError(f"the optimizer used gradients of norm {norm:.3g}")
             return f"norm {norm:.3g}"
@@ -115,7 +115,7 @@ class ClonesScaled(Planted):
             for parameter in run.model.parameters():
                 parameter.grad.clone().mul_(1e-6)
 
-        run.observe_effect(self, partial(observe_gradients, run, inspect))
+        run.observe_effect(self, partial(observe_gradients, run, list(run.model.parameters()), inspect))
         return clip
 
 

@@ -127,9 +127,3 @@ def test_stream_with_relative_warm_up_is_refused(perceptron):
     assert (
         build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size:warmup=0"))).plan.batch_size == 32
     )
-
-
-@pytest.mark.parametrize("settings", ["factor=1", "rule=cubic", "warmup=1.0", "warmup=-0.1"])
-def test_invalid_options_are_refused(settings):
-    with pytest.raises(ValueError, match=settings.partition("=")[0]):
-        make_methods(Recipe.coerce(f"batch_size:{settings}"))

@@ -72,11 +72,6 @@ def test_samples_that_the_training_edits_in_place_stay_as_they_were_read(percept
             sample["tags"].add("seen")
 
 
-def test_plain_dataset_is_cached(perceptron, trained):
-    task = perceptron(epochs=5)
-    assert trained(task).same_bits(trained(task, RECIPE))
-
-
 def test_memory_budget_is_respected(perceptron, trained):
     data = Ragged()
     small = trained(ragged(perceptron, data), "cache_dataset:gigabytes=1e-6")  # about a dozen samples of 76 bytes
@@ -104,8 +99,3 @@ def test_no_effect_states_its_reason(perceptron, data, reason):
         perceptron(train_data=Noise() if reason == "random" else data, validation_data=None), make_methods(RECIPE)
     )
     assert [reason in why for _, why in program.run.no_effect] == [True]
-
-
-def test_invalid_options_are_refused():
-    with pytest.raises(ValueError, match="gigabytes"):
-        make_methods(Recipe.coerce("cache_dataset:gigabytes=-1.0"))

@@ -75,9 +75,3 @@ def test_stop_of_an_inner_method_is_respected(perceptron):
 
 def test_without_validation_data_no_effect(perceptron, trained):
     assert "no validation data" in trained(perceptron(validation_data=None), "early_stopping").run.no_effect[0][1]
-
-
-@pytest.mark.parametrize("settings", ["target_patience=0", "patience=0", "min_delta=-1.0"])
-def test_invalid_options_are_refused(settings):
-    with pytest.raises(ValueError, match=settings.partition("=")[0]):
-        make_methods(Recipe.coerce(f"early_stopping:{settings}"))

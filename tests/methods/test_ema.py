@@ -59,9 +59,3 @@ def test_start_after_the_last_step_has_no_effect(perceptron, trained):
             "ema"
         ] and f"ends after {number} steps" in idle.run.no_effect[0][1]
         assert idle.same_bits(trained(perceptron()))
-
-
-@pytest.mark.parametrize("settings", ["decay=1.0", "decay=0.0", "start=-1"])
-def test_invalid_options_are_refused(settings):
-    with pytest.raises(ValueError, match=settings.partition("=")[0]):
-        make_methods(Recipe.coerce(f"ema:{settings}"))

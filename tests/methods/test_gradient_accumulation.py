@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-from hasten.core.errors import ConfigurationError
-from hasten.engine.registry import make_method
-
 
 def test_batch_is_split_and_makes_one_step(perceptron, trained):
     sizes, model = [], perceptron().model()
@@ -36,8 +33,3 @@ def test_one_microbatch_has_no_effect(perceptron, trained):
     assert trained(perceptron(), "gradient_accumulation:accumulation_steps=1", 1).run.no_effect == [
         ("gradient_accumulation", "each batch is a single microbatch")
     ]
-
-
-def test_zero_steps_are_refused():
-    with pytest.raises(ConfigurationError, match="accumulation_steps must be at least 1"):
-        make_method("gradient_accumulation", {"accumulation_steps": 0})

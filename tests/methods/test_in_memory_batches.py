@@ -213,11 +213,6 @@ def test_combination_with_batch_methods_works_and_with_the_cache_is_refused(perc
         build(task, make_methods(Recipe.coerce("in_memory_batches + cache_dataset")))
 
 
-def test_invalid_options_are_refused():
-    with pytest.raises(ValueError, match="gigabytes"):
-        make_methods(Recipe.coerce("in_memory_batches:gigabytes=0"))
-
-
 def test_place_device_of_a_pipeline_has_no_effect_on_the_cpu(perceptron):
     pipeline = arrays((torch.randn(50, 12), torch.arange(50) % 4)).shuffle(seed=0).batch(16)
     task = perceptron(train_data=pipeline, validation_data=pipeline, batch_size=None)

@@ -38,11 +38,6 @@ def test_large_tensors_cause_no_further_page_faults():
     assert with_it < without / 4
 
 
-def test_weights_are_identical(convolutional, trained):
-    task = convolutional(epochs=5)
-    assert trained(task).same_bits(trained(task, "malloc_tuning"))
-
-
 @needs_glibc
 def test_memory_is_returned_to_the_system_afterwards():
     with MallocTuning().process_context(nullcontext, RunContext(torch.device("cpu"), None))():

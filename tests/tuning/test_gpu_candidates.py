@@ -3,7 +3,6 @@
 import pytest
 
 from hasten.engine.registry import method_class, method_names
-from hasten.methods.in_memory_batches import fits_beside
 from hasten.profiling.advise import advise_without_profile
 from hasten.tuning.candidates import MethodSelection, candidates_for, strong_baselines
 from hasten.tuning.experience import exact_part, gpu_compositions
@@ -92,10 +91,3 @@ def test_composition_of_a_gpu_is_tried_as_a_whole():
     assert set(exact_part(together).methods) == {"compile", "cuda_graph"}
     assert set(gpu_compositions(TURING)[0].methods) == {"compile", "cuda_graph"}, "no units for bfloat16"
     assert gpu_compositions(CPU) == []
-
-
-@pytest.mark.parametrize(
-    ("gigabytes", "free", "expected"), [(1.0, 80.0, True), (40.0, 80.0, True), (41.0, 80.0, False)]
-)
-def test_samples_fit_beside_a_training_that_keeps_as_much(gigabytes, free, expected):
-    assert fits_beside(gigabytes, free) is expected

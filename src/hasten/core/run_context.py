@@ -194,14 +194,13 @@ class RunContext:
     def observe_effect(self, method: Method, check: EffectCheck) -> None:
         """Registers the check of a method's effect; the engine calls it once per run, after the warm-up.
 
-        Args:
-            method: The method.
-            check: A function that is called after a training step, or a generator function that yields around one. It
-                returns what shows that the method acted, in one line, or raises ``NoEffectError`` with the reason.
+        ``check`` is a function that is called after a training step, or a generator function that yields around one. It
+        returns what shows that the method acted, in one line, or raises ``NoEffectError`` with the reason.
         """
         self.effect_checks[method.name] = check
 
-    def report_no_effect(self, method: Method, reason: str) -> None:
-        """Records that a method found nothing to act on, and why: a warning in ``train``, an error in ``tune``."""
+    def report_no_effect(self, method: Method, reason: str, unchanged: Any = None) -> Any:
+        """Records why a method cannot act: a warning in ``train``, an error in ``tune``. Returns ``unchanged``."""
         if (method.name, reason) not in self.no_effect:
             self.no_effect.append((method.name, reason))
+        return unchanged

@@ -1,7 +1,7 @@
 """Finds the number of loader workers while the run trains, by measuring how long its steps wait for batches."""
 
 import math
-import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -69,8 +69,7 @@ class AutotuneLoader(Method):
         if not batches.training:
             return self._validation_data(batches, run)
         if obstacle := self._obstacle(batches):
-            run.report_no_effect(self, obstacle)
-            return batches
+            return run.report_no_effect(self, obstacle, batches)
         autotuner = run.checkpoint_state[self.name] = LoaderAutotuner(
             self._initial_workers(_current_workers(batches)),
             cores=self.cores or run.services.available_cpus(),
@@ -218,7 +217,6 @@ def _depends_on_workers(batches: BatchSource) -> bool:
 def _free_shared_memory() -> float:
     """Half of the free bytes of /dev/shm, where DataLoader workers store batches; a full one kills a worker."""
     try:
-        stats = os.statvfs("/dev/shm")
-    except (OSError, AttributeError):  # batches travel in another way
+        return shutil.disk_usage("/dev/shm").free / 2
+    except OSError:  # batches travel in another way
         return math.inf
-    return stats.f_bavail * stats.f_frsize / 2

@@ -40,8 +40,7 @@ class BFloat16(Method):
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
         if obstacle := autocast_obstacle(run.model, run.device, torch.bfloat16):
-            run.report_no_effect(self, obstacle)
-            return forward
+            return run.report_no_effect(self, obstacle, forward)
         device = run.device.type
         run.observe_effect(self, partial(observe_precision, run, torch.bfloat16))
 

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch.utils.data import TensorDataset, default_collate  # pyright: ignore[reportUnknownVariableType]
 
-from hasten import BatchSource, Card, Exactness, Method, NoEffectError, RunContext, WrapOrder, option
+from hasten import BatchSource, Card, Exactness, LoaderSpec, Method, NoEffectError, RunContext, WrapOrder, option
 from hasten.core.types import Batch
 from hasten.loading.probe import is_deterministic, reread_samples, warn_of_changed_dataset
 from hasten.utils.rng import preserve_rng_state
@@ -38,35 +38,41 @@ class CacheDataset(Method):
     gigabytes: float = option(2.0, above=0)  # memory budget in GB, for training and validation data each
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
-        obstacle = self._obstacle(batches)
-        if batches.spec is None or obstacle:
+        spec, obstacle, budget = batches.spec, self._obstacle(batches.spec), int(self.gigabytes * 1e9)
+        if spec is None or obstacle:
             if batches.training:
                 run.report_no_effect(self, obstacle)
             return batches
-        spec, budget = batches.spec, int(self.gigabytes * 1e9)
         dataset = CachedDataset(spec.dataset, budget, stacked=spec.collate in (None, default_collate))
         cached = batches.with_spec(dataset=dataset, num_workers=0)  # the cache of a worker process would end with it
 
         def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
-            if dataset.differs_from(reread_samples(batches, run, [*dataset.cache])):
+            reread = reread_samples(batches, run, [*dataset.cache])
+            if any(not bitwise_equal(dataset.cache[index], sample) for index, sample in reread.items()):
                 warn_of_changed_dataset(self.name)
-                with preserve_rng_state(*batches.generators):
-                    dataset.clear(budget if is_deterministic(spec) else 0)  # random samples cannot be cached any more
+                dataset.cache.clear()
+                with preserve_rng_state(*batches.generators):  # random samples cannot be cached any more
+                    dataset.budget = budget if is_deterministic(spec) else 0
             return cached.epoch(epoch, start)
 
+        def describe() -> str:
+            if not dataset.cache:
+                raise NoEffectError("no sample was cached")
+            return f"{len(dataset.cache)} of {len(dataset)} samples were in memory after the observed step"
+
         if batches.training:
-            run.observe_effect(self, dataset.describe)
+            run.observe_effect(self, describe)
         return replace(cached, epoch=epoch, spec=None)
 
-    def _obstacle(self, batches: BatchSource) -> str:
+    def _obstacle(self, spec: LoaderSpec | None) -> str:
         """Why these samples cannot be cached, such as random ones; empty if they can."""
-        if batches.spec is None:
+        if spec is None:
             return "the data cannot be read sample by sample"
-        if isinstance(batches.spec.dataset, range):
+        if isinstance(spec.dataset, range):
             return "the samples are numbers, from which the task's own collate function makes batches"
-        if type(batches.spec.dataset) is TensorDataset:
+        if type(spec.dataset) is TensorDataset:
             return "the samples are in memory already"
-        return "" if is_deterministic(batches.spec) else "the samples are random: they differ each time they are read"
+        return "" if is_deterministic(spec) else "the samples are random: they differ each time they are read"
 
 
 class CachedDataset(torch.utils.data.Dataset[Any]):
@@ -82,21 +88,6 @@ class CachedDataset(torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Any, budget: int, stacked: bool = False):
         self.dataset, self.budget, self.stacked = dataset, budget, stacked
         self.cache: dict[int, Any] = {}
-
-    def describe(self) -> str:
-        """How many samples are cached, for the effect check."""
-        if not self.cache:
-            raise NoEffectError("no sample was cached")
-        return f"{len(self.cache)} of {len(self)} samples were in memory after the observed step"
-
-    def clear(self, budget: int) -> None:
-        """Forgets all samples; ``budget`` bytes may be cached from now on."""
-        self.cache.clear()
-        self.budget = budget
-
-    def differs_from(self, samples: dict[int, Any]) -> bool:
-        """Whether a sample, by its index, is another one than the cached."""
-        return any(not bitwise_equal(self.cache[index], sample) for index, sample in samples.items())
 
     def __len__(self) -> int:
         return len(self.dataset)

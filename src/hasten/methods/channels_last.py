@@ -31,8 +31,7 @@ class ChannelsLast(Method):
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not any(parameter.ndim == 4 for parameter in model.parameters()):
-            run.report_no_effect(self, "the model has no two-dimensional convolution")
-            return model
+            return run.report_no_effect(self, "the model has no two-dimensional convolution", model)
         run.observe_effect(self, _observe)
         return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue,reportUnknownVariableType]
 

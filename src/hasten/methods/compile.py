@@ -79,8 +79,7 @@ class Compile(Method):
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         parts = [model] if self.scope == "model" else repeated_blocks(model)
         if not parts:
-            run.report_no_effect(self, "the model has no sequence of blocks of one type; use scope=model")
-            return model
+            return run.report_no_effect(self, "the model has no sequence of blocks of one type; use scope=model", model)
         recorder = GraphRecorder(compiler_backend(self.backend, self.mode))
         compile_in_place(parts, recorder.compile)
         run.observe_effect(self, recorder.observe)

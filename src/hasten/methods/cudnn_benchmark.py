@@ -1,13 +1,14 @@
 """cuDNN measures its convolution algorithms at the first call of each shape, and keeps the fastest."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.op_recorder import CONVOLUTIONS, OpRecorder
+from hasten.utils.process_setting import with_setting
 
 
 @dataclass(frozen=True)
@@ -30,23 +31,13 @@ class CudnnBenchmark(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cuda":
-            run.report_no_effect(self, f"cuDNN is for NVIDIA GPUs; this run is on {run.device}")
-            return context
+            return run.report_no_effect(self, f"cuDNN is for NVIDIA GPUs; this run is on {run.device}", context)
         if torch.backends.cudnn.benchmark:
-            run.report_no_effect(self, "it is switched on already")
-            return context
-
-        @contextmanager
-        def with_benchmark() -> Generator[None]:
-            with context():
-                torch.backends.cudnn.benchmark = True
-                try:
-                    yield
-                finally:
-                    torch.backends.cudnn.benchmark = False
+            return run.report_no_effect(self, "it is switched on already", context)
 
         run.observe_effect(self, _observe)
-        return with_benchmark
+        cudnn = torch.backends.cudnn
+        return with_setting(context, partial(setattr, cudnn, "benchmark"), True, lambda: cudnn.benchmark)
 
 
 def _observe() -> Generator[None, None, str]:

@@ -44,17 +44,14 @@ class DirectKerasCalls(Method):
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not is_keras(model):
-            run.report_no_effect(self, NO_KERAS)
-            return model
+            return run.report_no_effect(self, NO_KERAS, model)
         functional: Any = getattr(model, "_functional", None) or model
         if not hasattr(functional, "_nodes_by_depth") or not _is_keras(model):
-            run.report_no_effect(self, f"{type(model).__name__} is no Sequential or functional model")
-            return model
+            return run.report_no_effect(self, f"{type(model).__name__} is no Sequential or functional model", model)
         nodes = _nodes(functional)
         direct = {id(node): call for node in nodes if (call := _direct_call(node, functional)) is not None}
         if not direct:
-            run.report_no_effect(self, "no layer can be called directly")
-            return model
+            return run.report_no_effect(self, "no layer can be called directly", model)
         calls = [0]
         functional.__dict__["call"] = _straight(functional, nodes, direct, calls)
 
@@ -118,14 +115,10 @@ def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: 
     """``Functional.call`` as a straight sequence of calls."""
     tree: Any = import_module("keras.tree")
     original = functional.call
+    sources = [id(node.input_tensors[0]) if node.input_tensors else 0 for node in nodes]
     program = [
-        (
-            direct.get(id(node)),
-            node,
-            id(node.input_tensors[0]) if node.input_tensors else 0,
-            [id(y) for y in node.outputs],
-        )
-        for node in nodes
+        (direct.get(id(node)), node, source, [*map(id, node.outputs)])
+        for node, source in zip(nodes, sources, strict=True)
     ]
 
     def call(inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:

@@ -29,8 +29,7 @@ class EarlyStopping(Method):
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
         if run.task.validation_data is None:
-            run.report_no_effect(self, "the task has no validation data, so there are no evaluations")
-            return plan
+            return run.report_no_effect(self, "the task has no validation data, so there are no evaluations", plan)
         sign, target, inner = (1 if run.services.higher_is_better() else -1), run.task.target, plan.stop
 
         def stop(history: list[Evaluation]) -> bool:

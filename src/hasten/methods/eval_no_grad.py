@@ -32,8 +32,7 @@ class EvalNoGrad(Method):
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
         if not run.services.eval_records_gradients():
-            run.report_no_effect(self, "the evaluation records no gradients")
-            return forward
+            return run.report_no_effect(self, "the evaluation records no gradients", forward)
         model, spared = run.model, [0]
 
         def forward_without_gradients(batch: Batch) -> torch.Tensor:

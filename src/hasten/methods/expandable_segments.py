@@ -1,8 +1,6 @@
 """The allocator of GPU memory extends its segments, instead of leaving gaps between segments of fixed size."""
 
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten._torch_compat import set_allocator_settings
+from hasten.utils.process_setting import with_setting
 
 
 @dataclass(frozen=True)
@@ -34,23 +33,13 @@ class ExpandableSegments(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cuda":
-            run.report_no_effect(self, f"it is about GPU memory; this run is on {run.device}")
-            return context
+            return run.report_no_effect(self, f"it is about GPU memory; this run is on {run.device}", context)
         if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-            run.report_no_effect(self, "PYTORCH_CUDA_ALLOC_CONF has switched it on already")
-            return context
-
-        @contextmanager
-        def with_expandable_segments() -> Generator[None]:
-            with context():
-                set_allocator_settings("expandable_segments:True")
-                try:
-                    yield
-                finally:
-                    set_allocator_settings("expandable_segments:False")
+            return run.report_no_effect(self, "PYTORCH_CUDA_ALLOC_CONF has switched it on already", context)
 
         run.observe_effect(self, partial(_describe, run.device))
-        return with_expandable_segments
+        off = "expandable_segments:False"  # torch's default, which it does not report
+        return with_setting(context, set_allocator_settings, "expandable_segments:True", lambda: off)
 
 
 def _describe(device: torch.device) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hasten import Card, Exactness, Method, RunContext, RunError, WrapOrder, option
-from hasten._torch_compat import foreach_mul_, skips_overflows
+from hasten._torch_compat import amp_update_scale_, foreach_mul_, skips_overflows
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.types import BackwardFn, Batch, ForwardFn, StepFn
 from hasten.utils.autocast import autocast_obstacle
@@ -16,6 +16,9 @@ from hasten.utils.observe_step import observe_precision
 INITIAL_SCALE, BACKOFF, GROWTH = 2.0**16, 0.5, 2.0
 GROWTH_INTERVAL = 2000  # consecutive steps without overflow until the scale grows
 MAX_OVERFLOWS = 30  # consecutive; the scale has then fallen from 2**16 far below 1, so it is not the cause
+NEVER_FINITE = (
+    "float16: the gradients overflowed {} steps in a row; use bfloat16, or check the data and the loss for NaN"
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,10 @@ class Float16(Method):
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
         if obstacle := autocast_obstacle(run.model, run.device, torch.float16):
-            run.report_no_effect(self, obstacle)
-            return forward
+            return run.report_no_effect(self, obstacle, forward)
         on_device = run.parallel is None and skips_overflows(run.optimizer)
         # without it, the hooks below do nothing
-        run.checkpoint_state[self.name] = (DeviceLossScale if on_device else LossScale)(self.scale, run.device)
+        run.checkpoint_state[self.name] = LossScale(self.scale, run.device, on_device)
         device = run.device.type
         run.observe_effect(self, partial(observe_precision, run, torch.float16))
 
@@ -67,11 +69,11 @@ class Float16(Method):
         return forward_in_float16
 
     def backward(self, backward: BackwardFn, run: RunContext) -> BackwardFn:
-        scale: LossScale | DeviceLossScale | None = run.checkpoint_state.get(self.name)
+        scale: LossScale | None = run.checkpoint_state.get(self.name)
         return backward if scale is None else lambda loss: backward(loss * scale.tensor)
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        scale: LossScale | DeviceLossScale | None = run.checkpoint_state.get(self.name)
+        scale: LossScale | None = run.checkpoint_state.get(self.name)
         if scale is None:
             return grad_transform
         parameters = list(run.model.parameters())
@@ -84,96 +86,52 @@ class Float16(Method):
         return unscale_gradients
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        scale: LossScale | DeviceLossScale | None = run.checkpoint_state.get(self.name)
-        if scale is None:
-            return optimizer_step
-
-        return partial(scale.step, optimizer_step, run.optimizer)
-
-
-NEVER_FINITE = (
-    "float16: the gradients overflowed {} steps in a row; use bfloat16, or check the data and the loss for NaN"
-)
+        scale: LossScale | None = run.checkpoint_state.get(self.name)
+        return optimizer_step if scale is None else partial(scale.step, optimizer_step, run.optimizer)
 
 
 class LossScale:
-    """The loss scale; part of the checkpoint. ``hasten diagnose --ops`` shows its ``value`` and ``overflow``."""
+    """The loss scale, in tensors on the device; part of the checkpoint. ``hasten diagnose --ops`` shows ``value`` and
+    ``overflow``. With ``on_device`` the optimizer reads there whether to skip its step, and nothing waits for it.
+    """
 
-    def __init__(self, scale: str | float, device: torch.device):
-        self.dynamic = scale == "dynamic"
-        self.value = INITIAL_SCALE if self.dynamic else float(scale)
-        self.tensor = torch.tensor(self.value, device=device)  # at a fixed address; the loss is multiplied by it
-        self.good_steps = self.overflows = 0  # consecutive steps without, and with overflow
-        self.overflow = False  # whether the gradients of the current step overflowed on any rank
-
-    def unscale(self, gradients: list[torch.Tensor], ranks: ProcessGroupInfo) -> None:
-        """Divides the gradients by the scale and notes whether those of any rank overflowed."""
-        foreach_mul_(gradients, 1.0 / self.value)
-        self.overflow = ranks.any(not torch.nn.utils.get_total_norm(gradients).isfinite().item())
-
-    def step(self, optimizer_step: StepFn, optimizer: torch.optim.Optimizer) -> None:
-        """Updates the weights unless the gradients overflowed, then the scale."""
-        if not self.overflow:
-            optimizer_step()
-        self.update()
-
-    def update(self) -> None:
-        """Halves the scale after an overflow, doubles it after GROWTH_INTERVAL steps. RunError after MAX_OVERFLOWS."""
-        if self.overflow:
-            self.good_steps, self.overflows = 0, self.overflows + 1
-        else:
-            self.good_steps, self.overflows = self.good_steps + 1, 0
-        if self.overflows == MAX_OVERFLOWS:
-            raise RunError(NEVER_FINITE.format(self.overflows))
-        if self.dynamic and self.overflow:
-            self._set(self.value * BACKOFF)
-        elif self.dynamic and self.good_steps == GROWTH_INTERVAL:
-            self.good_steps = 0
-            self._set(self.value * GROWTH)
-
-    def _set(self, value: float) -> None:
-        self.value = value
-        self.tensor.fill_(value)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "good_steps": self.good_steps, "overflows": self.overflows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.good_steps, self.overflows = state["good_steps"], state["overflows"]
-        self._set(state["value"])
-
-
-class DeviceLossScale:
-    """The loss scale in tensors on the device, for an optimizer that skips a step by itself: nothing waits for them."""
-
-    def __init__(self, scale: str | float, device: torch.device):
-        self.dynamic, self.steps = scale == "dynamic", 0
-        self.tensor = torch.tensor(INITIAL_SCALE if self.dynamic else float(scale), device=device)
-        self.good, self.bad, self.found = (torch.zeros((), device=device) for _ in range(3))  # as good_steps, overflows
+    def __init__(self, scale: str | float, device: torch.device, on_device: bool = False):
+        dynamic = scale == "dynamic"
+        self.factors = (GROWTH, BACKOFF) if dynamic else (1.0, 1.0)
+        self.on_device, self.skips, self.steps = on_device, False, 0
+        self.tensor = torch.tensor(INITIAL_SCALE if dynamic else float(scale), device=device)
+        self.good = torch.zeros((), dtype=torch.int32, device=device)  # consecutive steps without overflow
+        self.bad = torch.zeros((), device=device)  # consecutive steps with overflow
+        self.found = torch.zeros((), device=device)  # 1 if the gradients of the current step overflowed on any rank
 
     value = property(lambda self: self.tensor.item())
     overflow = property(lambda self: bool(self.found.item()))
 
     def unscale(self, gradients: list[torch.Tensor], ranks: ProcessGroupInfo) -> None:
-        """Divides the gradients by the scale and notes whether they overflowed."""
+        """Divides the gradients by the scale and notes whether those of any rank overflowed."""
         foreach_mul_(gradients, self.tensor.reciprocal())
-        self.found.copy_(~torch.nn.utils.get_total_norm(gradients).isfinite())
+        overflow = ~torch.nn.utils.get_total_norm(gradients).isfinite()
+        if self.on_device:
+            self.found.copy_(overflow)
+        else:
+            self.skips = ranks.any(bool(overflow.item()))
+            self.found.fill_(self.skips)
 
     def step(self, optimizer_step: StepFn, optimizer: torch.optim.Optimizer) -> None:
-        """Updates weights and scale. The optimizer reads ``found_inf``, as under ``torch.amp.GradScaler``."""
-        vars(optimizer)["found_inf"] = self.found
-        try:
+        """Updates the weights unless the gradients overflowed, then the scale. RunError after MAX_OVERFLOWS."""
+        if self.on_device:
+            vars(optimizer)["found_inf"] = self.found  # as under ``torch.amp.GradScaler``
+            try:
+                optimizer_step()
+            finally:
+                del vars(optimizer)["found_inf"]
+        elif not self.skips:
             optimizer_step()
-        finally:
-            del vars(optimizer)["found_inf"]
         self.bad.add_(1.0).mul_(self.found)
-        self.good.add_(1.0).mul_(1.0 - self.found)
-        if self.dynamic:
-            grows = self.good == GROWTH_INTERVAL
-            self.good.masked_fill_(grows, 0.0)
-            self.tensor.mul_(1.0 - self.found * (1.0 - BACKOFF) + grows * (GROWTH - 1.0))
+        amp_update_scale_(self.tensor, self.good, self.found, *self.factors, GROWTH_INTERVAL)
         self.steps += 1
-        if self.steps % MAX_OVERFLOWS == 0 and self.bad >= MAX_OVERFLOWS:
+        is_due = self.steps % MAX_OVERFLOWS == 0 if self.on_device else self.skips
+        if is_due and self.bad >= MAX_OVERFLOWS:
             raise RunError(NEVER_FINITE.format(int(self.bad)))
 
     def state_dict(self) -> dict[str, Any]:

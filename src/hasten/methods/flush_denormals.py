@@ -1,13 +1,12 @@
 """Computes with zero instead of denormal numbers, which CPUs compute with up to a hundred times slower."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.denormals import flushes_denormals, nonzero_values, set_flush_denormals, smallest_denormals
+from hasten.utils.process_setting import with_setting
 
 VALUES_PER_THREAD = 1 << 16  # torch divides an operation among threads from 2 ** 15 values on
 
@@ -42,24 +41,12 @@ class FlushDenormals(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cpu":
-            run.report_no_effect(self, f"the tensors of this run are on the GPU ({run.device})")
-            return context
+            return run.report_no_effect(self, f"the tensors of this run are on the GPU ({run.device})", context)
         if not torch.set_flush_denormal(flushes_denormals()):  # as it is
-            run.report_no_effect(self, "this CPU cannot flush denormal numbers")
-            return context
-
-        @contextmanager
-        def with_flushed_denormals() -> Generator[None]:
-            with context():
-                before = flushes_denormals()
-                set_flush_denormals(True)
-                try:
-                    yield
-                finally:
-                    set_flush_denormals(before)
+            return run.report_no_effect(self, "this CPU cannot flush denormal numbers", context)
 
         run.observe_effect(self, _describe)
-        return with_flushed_denormals
+        return with_setting(context, set_flush_denormals, True, flushes_denormals)
 
 
 def _describe() -> str:

@@ -34,8 +34,7 @@ class FusedKerasOptimizer(Method):
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not is_keras(model):
-            run.report_no_effect(self, NO_KERAS)
-            return model
+            return run.report_no_effect(self, NO_KERAS, model)
         supported = [getattr(import_module(f"{PACKAGE}.torch_{name.lower()}"), name) for name in ("Adam", "AdamW")]
         optimizer: Any = getattr(model, "optimizer", None)
         if type(optimizer) not in supported:
@@ -88,9 +87,5 @@ def _tensors(optimizer: Any, variables: list[Any]) -> tuple[list[torch.Tensor], 
         return [slots[index].value.detach() for index in indices]
 
     params = [variable.value.detach() for variable in variables]
-    return (
-        params,
-        of(optimizer._momentums),
-        of(optimizer._velocities),
-        of(optimizer._velocity_hats) if optimizer.amsgrad else [],
-    )
+    largest = of(optimizer._velocity_hats) if optimizer.amsgrad else []
+    return params, of(optimizer._momentums), of(optimizer._velocities), largest

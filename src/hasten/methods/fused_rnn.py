@@ -33,8 +33,7 @@ class FusedRNN(Method):
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not is_keras(model):
-            run.report_no_effect(self, NO_KERAS)
-            return model
+            return run.report_no_effect(self, NO_KERAS, model)
         backend: Any = import_module("keras.src.backend")
         counts: Counter[str] = Counter()
         backend.lstm = _by_kernel(backend.lstm, _lstm, counts)

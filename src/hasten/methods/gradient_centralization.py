@@ -31,10 +31,9 @@ class GradientCentralization(Method):
         min_dims = 4 if self.convolutions_only else 2
         parameters = [p for p in run.model.parameters() if p.requires_grad and p.ndim >= min_dims]
         if not parameters:
-            run.report_no_effect(self, f"no parameter has {min_dims} or more dimensions")
-            return grad_transform
+            return run.report_no_effect(self, f"no parameter has {min_dims} or more dimensions", grad_transform)
 
-        run.observe_effect(self, partial(observe_gradients, run, partial(_inspect, parameters)))
+        run.observe_effect(self, partial(observe_gradients, run, parameters, _inspect))
 
         @torch.no_grad()
         def centralize_gradients() -> None:
@@ -47,9 +46,7 @@ class GradientCentralization(Method):
         return centralize_gradients
 
 
-def _inspect(centralized: list[torch.nn.Parameter], parameters: list[torch.nn.Parameter]) -> str:
-    known = set(centralized)
-    gradients = [p.grad for p in parameters if p in known and p.grad is not None and not p.grad.is_sparse]
+def _inspect(gradients: list[torch.Tensor], total: int) -> str:
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return f"{NOT_CHECKED}: no parameter had a gradient in this step"
@@ -60,4 +57,4 @@ def _inspect(centralized: list[torch.nn.Parameter], parameters: list[torch.nn.Pa
         done += bool((means.abs() <= rounding * g.abs().amax() + 1e-30).all())
     if not done:
         raise NoEffectError(f"no row of the {len(gradients)} gradients had the mean zero when the optimizer used them")
-    return f"{done} of {len(parameters)} gradients were centralized"
+    return f"{done} of {total} gradients were centralized"

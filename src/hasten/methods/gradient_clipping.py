@@ -35,18 +35,16 @@ class GradientClipping(Method):
     max_norm: float = option(1.0, above=0)  # Euclidean norm
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
-        parameters: list[torch.Tensor] = list(run.model.parameters())
+        parameters = list(run.model.parameters())
 
         def clip_gradients() -> None:
             grad_transform()
-            clip_norm(parameters, self.max_norm, run.parallel)
+            clip_norm([*parameters], self.max_norm, run.parallel)
 
-        run.observe_effect(self, partial(observe_gradients, run, partial(self._inspect, parameters)))
+        run.observe_effect(self, partial(observe_gradients, run, parameters, self._inspect))
         return clip_gradients
 
-    def _inspect(self, clipped: list[torch.Tensor], parameters: list[torch.nn.Parameter]) -> str:
-        known = set(clipped)  # the optimizer may have others, such as those of the loss
-        gradients = [p.grad for p in parameters if p in known and p.grad is not None]
+    def _inspect(self, gradients: list[torch.Tensor], _: int) -> str:
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if norm > 1.01 * self.max_norm:
             raise NoEffectError(f"the optimizer used gradients of norm {norm:.3g}, above max_norm={self.max_norm:g}")

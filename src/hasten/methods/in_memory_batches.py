@@ -14,6 +14,7 @@ buffers has.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -131,8 +132,7 @@ class InMemoryBatches(Method):
             fields = stack_samples(spec)
             return map_tensors(lambda field: field.to(run.device), fields) if self.place == "device" else fields
         except (RunError, RuntimeError) as error:  # one sample differs from all others: read them one by one
-            run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}")
-            return None
+            return run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}", None)
 
     def _stack_anew(self, batches: BatchSource, spec: LoaderSpec, run: RunContext) -> Batch | None:
         """The fields of a dataset that has changed; None if its samples can no longer be stacked, or are random now."""
@@ -193,7 +193,7 @@ class InMemoryBatches(Method):
             fields = default_collate(samples)
         except (RuntimeError, TypeError):
             return "the samples have unequal shapes, or hold something that is no tensor"
-        if not all_tensors(fields):
+        if not all(isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in tree_leaves(fields)):
             return "the samples hold something that is no tensor"
         gigabytes = sum(field.nbytes for field in batch_tensors(fields)) / len(samples) * len(spec.dataset) / 1e9
         return self._lack_of_memory(gigabytes, run)
@@ -201,14 +201,9 @@ class InMemoryBatches(Method):
     def _lack_of_memory(self, gigabytes: float, run: RunContext) -> str:
         if gigabytes > self.gigabytes:
             return f"the samples need {gigabytes:.1f} GB, more than gigabytes={self.gigabytes:g}"
-        if self.place == "device" and not fits_beside(gigabytes, torch.cuda.mem_get_info(run.device)[0] / 1e9):
+        if self.place == "device" and 2 * gigabytes > torch.cuda.mem_get_info(run.device)[0] / 1e9:
             return f"the samples need {gigabytes:.1f} GB, and the GPU has not twice as much free memory"
         return ""
-
-
-def fits_beside(gigabytes: float, free: float) -> bool:
-    """Whether samples leave at least as much of the GPU's ``free`` gigabytes to the training as they take."""
-    return 2 * gigabytes <= free
 
 
 def contiguous_tensors(dataset: Any) -> list[torch.Tensor] | None:
@@ -278,11 +273,6 @@ def group_batches(batch_indices: Iterable[list[int]], fields: Batch, nbytes: int
         yield group
 
 
-def all_tensors(batch: Batch) -> bool:
-    """Whether a batch consists of dense tensors only."""
-    return all(isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in tree_leaves(batch))
-
-
 class BatchBuffer:
     """Memory for one group of batches, a tensor per field; on the host it is reused, pinned if the run uses a GPU."""
 
@@ -303,8 +293,11 @@ class BatchBuffer:
         sizes = [*map(len, group)]
         rows = numpy.array([*chain.from_iterable(group)])  # and from_numpy: torch.tensor takes eight times as long
         index = torch.from_numpy(rows)  # pyright: ignore[reportUnknownMemberType]  # a partial stub
-        rows_of = self._fetch_new if any(field.is_cuda for field in batch_tensors(fields)) else self._fetch_into_buffers
-        fetched = rows_of(batch_tensors(fields), index)
+        stored = batch_tensors(fields)
+        if any(field.is_cuda for field in stored):
+            fetched = [field.index_select(0, copy_to_device(index, field.device)) for field in stored]
+        else:
+            fetched = self._fetch_into_buffers(stored, index)
         self.device = fetched[0].device
         of_batches = map(iter, zip(*(rows.split_with_sizes(sizes) for rows in fetched), strict=True))
         return [map_tensors(lambda _, parts=parts: next(parts), fields) for parts in of_batches]
@@ -318,16 +311,9 @@ class BatchBuffer:
         size = len(index)
         # A loop of the user's may keep batches, as torchmetrics does for a curve: their memory is not written again.
         if not self.tensors or len(self.tensors[0]) < size or any(map(has_views, self.tensors)):
-            shapes = [(size, *field.shape[1:]) for field in fields]
-            self.tensors = [
-                torch.empty(shape, dtype=field.dtype, pin_memory=self.pinned)
-                for shape, field in zip(shapes, fields, strict=True)
-            ]
+            new = partial(torch.empty, pin_memory=self.pinned)
+            self.tensors = [new((size, *field.shape[1:]), dtype=field.dtype) for field in fields]
         return [
             torch.index_select(field, 0, index, out=tensor.narrow(0, 0, size))
             for field, tensor in zip(fields, self.tensors, strict=True)
         ]
-
-    @staticmethod
-    def _fetch_new(fields: list[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
-        return [field.index_select(0, copy_to_device(index, field.device)) for field in fields]

@@ -37,15 +37,13 @@ class LazyKerasMetrics(Method):
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if not is_keras(model):
-            run.report_no_effect(self, NO_KERAS)
-            return model
+            return run.report_no_effect(self, NO_KERAS, model)
         lists: Any = import_module("keras.callbacks").CallbackList
         trainer: Any = import_module("keras.src.backend.torch.trainer").TorchTrainer
         cls: Any = type(model)
         for name in ("train_step", "compute_metrics", "get_metrics_result"):
             if getattr(cls, name, None) is not getattr(trainer, name):
-                run.report_no_effect(self, f"{cls.__name__} has its own {name}")
-                return model
+                return run.report_no_effect(self, f"{cls.__name__} has its own {name}", model)
         spared = [0]
         model.__dict__["compute_metrics"] = _updated(model)
         for name in ("train_on_batch", "test_on_batch"):  # which return the metrics of the batch

@@ -2,13 +2,12 @@
 
 import ctypes
 import platform
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.op_recorder import NOT_CHECKED
+from hasten.utils.process_setting import with_setting
 
 MIB = 1 << 20
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
@@ -43,31 +42,18 @@ class MallocTuning(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cpu":
-            run.report_no_effect(self, f"the tensors of this run are on the GPU ({run.device})")
-            return context
+            return run.report_no_effect(self, f"the tensors of this run are on the GPU ({run.device})", context)
         if platform.libc_ver()[0] != "glibc":
-            run.report_no_effect(self, "the C library of this machine is not glibc")
-            return context
+            return run.report_no_effect(self, "the C library of this machine is not glibc", context)
         libc = ctypes.CDLL(None)
-
-        @contextmanager
-        def with_tuned_malloc() -> Generator[None]:
-            with context():
-                try:
-                    set_malloc_parameters(libc, TUNED)
-                    yield
-                finally:
-                    set_malloc_parameters(libc, DEFAULTS)
-                    libc.malloc_trim(0)
-
         run.observe_effect(self, partial(_describe, libc))
-        return with_tuned_malloc
+        return with_setting(context, partial(_set_parameters, libc), TUNED, lambda: DEFAULTS)
 
 
-def set_malloc_parameters(libc: ctypes.CDLL, parameters: dict[int, int]) -> None:
-    """Calls glibc's ``mallopt(parameter, value)`` for each item."""
+def _set_parameters(libc: ctypes.CDLL, parameters: dict[int, int]) -> None:
     for parameter, value in parameters.items():
         libc.mallopt(parameter, value)
+    libc.malloc_trim(0)  # returns what was freed under other parameters
 
 
 class _MallInfo(ctypes.Structure):

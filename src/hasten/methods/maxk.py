@@ -45,8 +45,7 @@ class MaxKAggregation(Method):
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if "torch_geometric" not in sys.modules:  # importing it takes seconds, and the model can have no layer of it
-            run.report_no_effect(self, f"the model has no {LAYERS}")
-            return model
+            return run.report_no_effect(self, f"the model has no {LAYERS}", model)
         from hasten.graph.aggregation.layers import apply_maxk, maxk_layers
 
         calls: Counter[str] = Counter()

@@ -1,13 +1,12 @@
 """The number of threads inside torch's CPU operations."""
 
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext, option
+from hasten.utils.process_setting import with_setting
 
 
 @dataclass(frozen=True)
@@ -34,24 +33,12 @@ class NumThreads(Method):
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         cores = len(os.sched_getaffinity(0))
         if self.count == torch.get_num_threads():
-            run.report_no_effect(self, f"torch computes with {self.count} threads already")
-            return context
+            return run.report_no_effect(self, f"torch computes with {self.count} threads already", context)
         if self.count > cores:
-            run.report_no_effect(self, f"there are only {cores} cores for {self.count} threads")
-            return context
-
-        @contextmanager
-        def with_num_threads() -> Generator[None]:
-            before = torch.get_num_threads()
-            with context():
-                torch.set_num_threads(self.count)
-                try:
-                    yield
-                finally:
-                    torch.set_num_threads(before)
+            return run.report_no_effect(self, f"there are only {cores} cores for {self.count} threads", context)
 
         run.observe_effect(self, self._describe)
-        return with_num_threads
+        return with_setting(context, torch.set_num_threads, self.count, torch.get_num_threads)
 
     def _describe(self) -> str:
         if torch.get_num_threads() != self.count:

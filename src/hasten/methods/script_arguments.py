@@ -32,8 +32,7 @@ class ScriptArguments(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if not self.values:
-            run.report_no_effect(self, "no argument is given to it")
-            return context
+            return run.report_no_effect(self, "no argument is given to it", context)
         before: dict[str, Any] = {}
 
         def replace(arguments: Namespace) -> None:

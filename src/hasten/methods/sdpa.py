@@ -42,8 +42,7 @@ class Sdpa(Method):
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
         if run.device.type != "cuda":
-            run.report_no_effect(self, f"the kernels are for NVIDIA GPUs; this run is on {run.device}")
-            return forward
+            return run.report_no_effect(self, f"the kernels are for NVIDIA GPUs; this run is on {run.device}", forward)
         preferred = KERNELS[self.kernel]
         priority = [preferred, *(other for other in KERNELS.values() if other is not preferred)]
 

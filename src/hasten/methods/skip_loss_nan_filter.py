@@ -29,8 +29,7 @@ class SkipLossNanFilter(Method):
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         trainer = run.services.trainer()
         if not getattr(getattr(trainer, "args", None), "logging_nan_inf_filter", False):
-            run.report_no_effect(self, "no Trainer of Transformers filters the losses that it logs")
-            return model
+            return run.report_no_effect(self, "no Trainer of Transformers filters the losses that it logs", model)
         trainer.args.logging_nan_inf_filter = False
 
         def observe() -> str:

@@ -35,11 +35,9 @@ class TF32(Method):
 
     def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
         if run.device.type != "cuda":
-            run.report_no_effect(self, f"{NEEDS}; this run is on {run.device}")
-            return context
+            return run.report_no_effect(self, f"{NEEDS}; this run is on {run.device}", context)
         if allows_tf32():
-            run.report_no_effect(self, "TF32 is enabled already")
-            return context
+            return run.report_no_effect(self, "TF32 is enabled already", context)
 
         @contextmanager
         def with_tf32() -> Generator[None]:

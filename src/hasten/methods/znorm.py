@@ -46,7 +46,7 @@ class ZNorm(Method):
             run.report_no_effect(self, "no parameter outside embeddings has two or more dimensions")
             return grad_transform
 
-        run.observe_effect(self, partial(observe_gradients, run, partial(_inspect, parameters)))
+        run.observe_effect(self, partial(observe_gradients, run, parameters, _inspect))
 
         @torch.no_grad()
         def z_score_gradients() -> None:
@@ -66,9 +66,8 @@ class ZNorm(Method):
         return tuple(range(1 if by_row else 0, g.ndim))
 
 
-def _inspect(normalized: list[torch.nn.Parameter], parameters: list[torch.nn.Parameter]) -> str:
-    known = set(normalized)
-    gradients = [p.grad.float() for p in parameters if p in known and p.grad is not None and not p.grad.is_sparse]
+def _inspect(gradients: list[torch.Tensor], total: int) -> str:
+    gradients = [gradient.float() for gradient in gradients]
     gradients = [g[g.flatten(1).any(1)] if g.ndim > 1 else g for g in gradients]  # a row of zeros stays one
     statistics = [(float(g.mean()), float(g.std(correction=0))) for g in gradients if g.numel()]
     done = sum(abs(mean) < 0.01 and abs(std - 1) < 0.1 for mean, std in statistics)
@@ -76,4 +75,4 @@ def _inspect(normalized: list[torch.nn.Parameter], parameters: list[torch.nn.Par
         raise NoEffectError(f"none of {len(statistics)} gradients was z-scored when the optimizer used them")
     if not done:  # std / (std + eps) is far below 1
         return f"{NOT_CHECKED}: the gradients were zeros, or not much larger than eps"
-    return f"{done} of {len(parameters)} gradients were z-scored"
+    return f"{done} of {total} gradients were z-scored"

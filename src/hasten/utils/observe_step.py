@@ -38,21 +38,25 @@ def observe_precision(run: RunContext, dtype: torch.dtype) -> Generator[None, No
 
 
 def observe_gradients(
-    run: RunContext, inspect: Callable[[list[torch.nn.Parameter]], str]
+    run: RunContext, changed: list[torch.nn.Parameter], inspect: Callable[[list[torch.Tensor], int], str]
 ) -> Generator[None, None, str]:
     """Effect check of a method that changes gradients, as the optimizer sees them.
 
     Args:
         run: The run.
-        inspect: ``(parameters with a gradient) -> evidence``; raises NoEffectError. Called just before the update.
+        changed: Parameters whose gradients the method changes; the optimizer may have others, such as the loss's.
+        inspect: ``(their dense gradients, number of all gradients) -> evidence``, called just before the update; raises
+            NoEffectError.
     """
     seen: list[str | Exception] = []
+    known = set(changed)
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         try:
             sharded = any(type(parameter.grad) is not torch.Tensor for parameter in parameters)
-            seen.append(f"{NOT_CHECKED}: the gradients are sharded" if sharded else inspect(parameters))
+            gradients = [p.grad for p in parameters if p in known and p.grad is not None and not p.grad.is_sparse]
+            seen.append(f"{NOT_CHECKED}: the gradients are sharded" if sharded else inspect(gradients, len(parameters)))
         except Exception as error:  # raised here, it would end the training
             seen.append(error)
 

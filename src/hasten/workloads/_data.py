@@ -7,6 +7,7 @@ installed package.
 import gzip
 import hashlib
 import http.client
+import importlib
 import importlib.util
 import io
 import os
@@ -98,6 +99,15 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
         raise ConfigurationError(f"{path} cannot be read as a tar.gz archive ({error}); {advice}") from None
 
 
+def import_package(module: str, workload: str, package: str, extra: str) -> Any:
+    """Imports and returns a module; ConfigurationError if the package that has it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        advice = f"pip install 'hasten[{extra}]'"
+        raise ConfigurationError(f"the workload {workload} needs the package {package}; {advice}") from None
+
+
 def pack(files: Iterable[tuple[str, bytes]], path: Path) -> None:
     """Writes (name, content) pairs as a tar.gz at ``path``."""
     with tarfile.open(path, "w:gz", compresslevel=6) as tar:
@@ -123,13 +133,10 @@ def _download_directory() -> Path:
 
 
 def _download(file: File, path: Path) -> None:
-    digest = hashlib.sha256()
     with path.open("wb") as sink:
-        for chunk in _chunks(file):
-            sink.write(chunk)
-            digest.update(chunk)
-    if digest.hexdigest() != file.sha256:
-        problem = f"what {file.address} sent is not the expected file (sha256 {digest.hexdigest()[:12]}…)"
+        sink.writelines(_chunks(file))
+    if (actual := _sha256(path)) != file.sha256:
+        problem = f"what {file.address} sent is not the expected file (sha256 {actual[:12]}…)"
         raise RunError(f"{problem}; put the right one at {_download_directory() / file.path}")
 
 

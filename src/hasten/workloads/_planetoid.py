@@ -10,7 +10,7 @@ import io
 import pickle
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -23,31 +23,31 @@ ADDRESS = "https://github.com/kimiyoung/planetoid/raw/master/data/"
 LABELED_PER_CLASS = 20
 
 
-class Citations(NamedTuple):
-    """``features``: (papers, words) float32, rows sum to 1; ``edges``: (2, links) int64, each link in both directions;
-    ``labels``: (papers,) int64; ``train`` and ``test``: numbers of papers.
-    """
-
-    features: numpy.ndarray
-    edges: numpy.ndarray
-    labels: numpy.ndarray
-    train: numpy.ndarray
-    test: numpy.ndarray
-
-
 def citation_task(name: str, sha256: dict[str, str], target: float) -> Task:
-    """The task of a citation graph, ``ind.NAME.*``; ``sha256`` is by the ending of the files."""
+    """The task of a citation graph, ``ind.NAME.*``; ``sha256`` is by name of the files.
+
+    Features of a paper sum to 1. Papers without a row have no words, class 0, and belong to no split.
+    """
     from torch_geometric.data import Data
 
     from hasten.graph.full_graph import FullGraph
 
-    graph = citations(name, sha256)
-    data = Data(*map(torch.from_numpy, (graph.features, graph.edges)), y=torch.from_numpy(graph.labels))
-    words, classes = graph.features.shape[1], int(graph.labels.max()) + 1
+    paths = {end: download(File(f"planetoid/{end}", f"{ADDRESS}{end}", sha256[end])) for end in sha256}
+    allx, tx, ally, ty, links = (
+        load_restricted(paths[f"ind.{name}.{end}"]) for end in ("allx", "tx", "ally", "ty", "graph")
+    )
+    test = numpy.array([int(line) for line in paths[f"ind.{name}.test.index"].read_text().split()])
+    papers, words, classes = max(len(links), test.max() + 1), allx.shape[1], ally.shape[1]
+    features = numpy.zeros((papers, words), numpy.float32)
+    labels = numpy.zeros(papers, numpy.int64)
+    features[: allx.shape[0]], features[test] = allx.toarray(), tx.toarray()
+    labels[: len(ally)], labels[test] = ally.argmax(axis=1), ty.argmax(axis=1)
+    features /= numpy.maximum(features.sum(axis=1, keepdims=True), 1)
+    data = Data(torch.from_numpy(features), _edges(links, papers), y=torch.from_numpy(labels))
     return Task(
         model=lambda: gcn(words, classes),
-        train_data=FullGraph(data, torch.from_numpy(graph.train)),
-        validation_data=FullGraph(data, torch.from_numpy(graph.test)),
+        train_data=FullGraph(data, torch.arange(LABELED_PER_CLASS * classes)),
+        validation_data=FullGraph(data, torch.from_numpy(test)),
         loss=nn.functional.cross_entropy,
         optimizer=adam,
         metric="accuracy",
@@ -81,29 +81,12 @@ def adam(model: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=0.01)
 
 
-def citations(name: str, sha256: dict[str, str]) -> Citations:
-    """Reads ``ind.NAME.*``. Papers without a row have no words, class 0, and belong to no split."""
-    paths = {end: download(File(f"planetoid/{end}", f"{ADDRESS}{end}", sha256[end])) for end in sha256}
-    allx, tx, ally, ty, links = (
-        load_restricted(paths[f"ind.{name}.{end}"]) for end in ("allx", "tx", "ally", "ty", "graph")
-    )
-    test = numpy.array([int(line) for line in paths[f"ind.{name}.test.index"].read_text().split()])
-    papers, classes = max(len(links), test.max() + 1), ally.shape[1]
-    features = numpy.zeros((papers, allx.shape[1]), numpy.float32)
-    labels = numpy.zeros(papers, numpy.int64)
-    features[: allx.shape[0]], features[test] = allx.toarray(), tx.toarray()
-    labels[: len(ally)], labels[test] = ally.argmax(axis=1), ty.argmax(axis=1)
-    features /= numpy.maximum(features.sum(axis=1, keepdims=True), 1)
-    train = numpy.arange(LABELED_PER_CLASS * classes)
-    return Citations(features, _edges(links, papers), labels, train, test)
+def _edges(links: dict[int, list[int]], papers: int) -> torch.Tensor:
+    """The links in both directions, each once, sorted by target and without self loops; shape (2, links), int64."""
+    from torch_geometric.utils import to_undirected
 
-
-def _edges(links: dict[int, list[int]], papers: int) -> numpy.ndarray:
-    """The links in both directions, each once, sorted by target and without self loops."""
     pairs = [(a, b) for a, others in links.items() for b in others if a != b]
-    source, target = numpy.array(pairs, numpy.int64).T
-    keys = numpy.unique(numpy.concatenate([source * papers + target, target * papers + source]))
-    return numpy.stack([keys % papers, keys // papers])
+    return to_undirected(torch.tensor(pairs).T, num_nodes=papers).flip(0)
 
 
 def load_restricted(path: Path) -> Any:
@@ -124,10 +107,7 @@ class SparseRows:
     indices: numpy.ndarray
     data: numpy.ndarray
     _shape: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self._shape
+    shape = property(lambda self: self._shape)
 
     def toarray(self) -> numpy.ndarray:
         """The dense matrix."""

@@ -7,6 +7,7 @@ them once. JPEG is lossy, so accuracies are close to those of the official pixel
 
 import io
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hasten import ConfigurationError, Task
-from hasten.workloads._data import File, create_file, download, find_file, members, pack
+from hasten.workloads._data import File, create_file, download, find_file, import_package, members, pack
 
 OFFICIAL = File(
     "cifar10-official/cifar-10-binary.tar.gz",
@@ -127,11 +128,5 @@ def _to_jpeg(split: str) -> Iterator[tuple[str, bytes]]:
         yield f"{split}/{CLASSES[row[0]]}/{index:05}.jpg", jpeg.getvalue()
 
 
-def _pillow():
-    """Imports and returns ``PIL.Image``; ``ConfigurationError`` if pillow is not installed."""
-    try:
-        from PIL import Image
-    except ImportError:
-        advice = "pip install 'hasten[images]'"
-        raise ConfigurationError(f"the workload cifar10 needs the package pillow; {advice}") from None
-    return Image
+def _pillow() -> Any:
+    return import_package("PIL.Image", "cifar10", "pillow", "images")

@@ -16,7 +16,13 @@ from hasten.workloads._data import find_file
 
 def digits() -> Task:
     """A perceptron with one hidden layer: 898 digits for training, 899 for validation."""
-    arrays = _arrays()
+    path = find_file("digits.npz")
+    if path is None:
+        raise ConfigurationError(
+            "digits.npz is missing; install hasten, or copy its workloads/data/digits.npz to ~/.cache/hasten/digits.npz"
+        )
+    with numpy.load(path) as file:
+        arrays = dict(file)
     return Task(
         model=Perceptron,
         train_data=Digits(arrays["train_images"], arrays["train_labels"]),
@@ -31,7 +37,7 @@ def digits() -> Task:
 
 
 class Digits(Dataset):
-    """Sample: (float32 image of shape (64,), from 0 to 1; digit)."""
+    """Sample: (float32 image of shape (64,), from 0 to 1; digit). ``images`` are uint8, (n, 64), from 0 to 16."""
 
     classes = tuple("0123456789")  # this and the next line are what an exported model says of its output and input
     image = {"height": 8, "width": 8, "channels": 1}
@@ -51,14 +57,3 @@ class Perceptron(nn.Sequential):
 
     def __init__(self):
         super().__init__(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-
-
-def _arrays() -> dict[str, numpy.ndarray]:
-    """Images, uint8 (n, 64) from 0 to 16, and labels, uint8 (n,) from 0 to 9, of both splits."""
-    path = find_file("digits.npz")
-    if path is None:
-        raise ConfigurationError(
-            "digits.npz is missing; install hasten, or copy its workloads/data/digits.npz to ~/.cache/hasten/digits.npz"
-        )
-    with numpy.load(path) as arrays:
-        return dict(arrays)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hasten import ConfigurationError, Task
-from hasten.workloads._data import File, create_file, download, find_file, members, pack
+from hasten.workloads._data import File, create_file, download, find_file, import_package, members, pack
 
 OFFICIAL = File(
     "imdb-official/aclImdb_v1.tar.gz",
@@ -28,11 +28,12 @@ REVIEW = re.compile(r"aclImdb/(train|test)/(?:neg|pos)/(\d+)_\d+\.txt")
 LENGTH = 128  # words of a review that the model reads
 WORDS = 10_000  # size of the vocabulary
 PADDING, UNKNOWN = 0, 1
+TRANSFORMERS = "transformers", "imdb", "transformers", "text"  # for import_package
 
 
 def imdb() -> Task:
     """Sentiment of IMDb reviews, by a transformer of two layers and width 64, built from a ``transformers`` config."""
-    _transformers()
+    import_package(*TRANSFORMERS)
     reviews = _reviews()
     counts = Counter(word for text, _ in reviews["train"] for word in words_of(text))
     vocabulary = {word: 2 + index for index, (word, _) in enumerate(counts.most_common(WORDS - 2))}
@@ -71,7 +72,7 @@ class Reviews(Dataset):
 
 def classifier():
     """A randomly initialized BertForSequenceClassification."""
-    transformers = _transformers()
+    transformers = import_package(*TRANSFORMERS)
     config = transformers.BertConfig(
         vocab_size=WORDS,
         hidden_size=64,
@@ -89,15 +90,6 @@ def classifier():
 def words_of(text: str) -> Iterator[str]:
     """The words of a review in order, in lower case."""
     return (match.group() for match in re.finditer(r"[a-z']+", text.lower().replace("<br />", " ")))
-
-
-def _transformers():
-    try:
-        import transformers
-    except ImportError:
-        advice = "pip install 'hasten[text]'"
-        raise ConfigurationError(f"the workload imdb needs the package transformers; {advice}") from None
-    return transformers
 
 
 def _reviews() -> dict[str, list[tuple[str, int]]]:

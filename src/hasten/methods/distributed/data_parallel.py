@@ -41,11 +41,9 @@ class DataParallel(Method):
         if run.parallel is not None:
             raise ConfigurationError("data_parallel is for a single process; use ddp with several")
         if run.device.type != "cuda":
-            run.report_no_effect(self, f"it is for GPUs; this run is on {run.device}")
-            return model
+            return run.report_no_effect(self, f"it is for GPUs; this run is on {run.device}", model)
         if torch.cuda.device_count() < 2:
-            run.report_no_effect(self, "there is only one GPU")
-            return model
+            return run.report_no_effect(self, "there is only one GPU", model)
         if run.task.loss is None:
             raise ConfigurationError(
                 "data_parallel gathers outputs, not losses that the model computes itself; pass Task(loss=) or use ddp"

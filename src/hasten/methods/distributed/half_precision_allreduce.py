@@ -44,8 +44,7 @@ class HalfPrecisionAllreduce(Method):
                 "half_precision_allreduce needs ddp or zero:stage=1, and the recipe has another strategy; remove one"
             )
         if all(weight.dtype.itemsize <= 2 for weight in model.parameters()):
-            run.report_no_effect(self, "the gradients have 16 bits already")
-            return model
+            return run.report_no_effect(self, "the gradients have 16 bits already", model)
         run.observe_effect(self, partial(_observe, DTYPES[self.reduce_dtype]))
         cast(Any, model).register_comm_hook(DTYPES[self.reduce_dtype], _all_reduce_mean)
         return model

@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 import torch.fx
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hasten import Card, ConfigurationError, Exactness, Method, ProgressWarning, RunContext, WrapOrder, option
 from hasten.core.types import Batch, ForwardFn, LossFn, StepFn
@@ -120,8 +119,7 @@ class PipelineParallel(Method):
         run.tuned_settings[self.name] = {"split_sizes": "-".join(str(end - first) for first, end in bounds)}
         stages = [extract_stage(model, graph, segments[first:end]) for first, end in bounds]
         check_no_shared_weights(model, stages)
-        mesh = get_device_mesh(run)["pp"]
-        position = mesh.get_local_rank()
+        position = get_device_mesh(run)["pp"].get_local_rank()
         if run.ranks.is_main_process:
             _report(stages, loads)
         local = dict[int, nn.Module]((i, stage) for i, stage in enumerate(stages) if i % parallel.pp_size == position)
@@ -130,9 +128,8 @@ class PipelineParallel(Method):
             collectives.broadcast_tensors(local_tensors, get_device_mesh(run)["dp"].get_group())
         run.observe_effect(self, partial(observe_collectives, "send", "recv_"))
         parallel.eval_needs_all_ranks, parallel.num_parameter_owners = True, parallel.pp_size
-        return PipelinedModel(
-            model, local, num_stages, mesh, SCHEDULES[self.schedule][0], microbatches, not has_batch_norm, run
-        )
+        schedule = SCHEDULES[self.schedule][0]
+        return PipelinedModel(model, local, num_stages, schedule, microbatches, not has_batch_norm, run)
 
     def _stage_ends(
         self,
@@ -189,8 +186,8 @@ class PipelineParallel(Method):
 class PipelinedModel(nn.Module):
     """A model of which this rank holds some stages, given as index -> module.
 
-    The forward of ``module``, the full model, is replaced by that of the pipeline. ``mesh`` is the "pp" dimension
-    of the device mesh, ``schedule`` names torch's schedule class; ``pads``: short microbatches may be padded.
+    The forward of ``module``, the full model, is replaced by that of the pipeline. ``schedule`` names torch's schedule
+    class; ``pads``: short microbatches may be padded.
     """
 
     def __init__(
@@ -198,7 +195,6 @@ class PipelinedModel(nn.Module):
         module: nn.Module,
         stages: dict[int, nn.Module],
         num_stages: int,
-        mesh: DeviceMesh,
         schedule: str,
         microbatches: int,
         pads: bool,
@@ -208,16 +204,13 @@ class PipelinedModel(nn.Module):
         self.module, self.progress, self.device = module, run.progress, run.device
         self.stages = stages.items()  # not registered as submodules, because they share those of the module
         self.num_stages, self.schedule, self.microbatches, self.pads = num_stages, schedule, microbatches, pads
-        self.group = mesh.get_group()
-        self.ranks: list[int] = cast(Any, mesh).mesh.tolist()
+        mesh = get_device_mesh(run)["pp"]
+        self.group, self.ranks = mesh.get_group(), cast("list[int]", cast(Any, mesh).mesh.tolist())
+        self.last_rank = self.ranks[(num_stages - 1) % len(self.ranks)]
         self.schedules: dict[torch.Size, Any] = {}
         self.loss: LossFn | None = None
         self.current: tuple[Any, int, float] = (None, 0, 1.0)  # target, rows and loss weight of the current batch
         module.forward = self.forward  # for evaluation, by all ranks together
-
-    @property
-    def last_rank(self) -> int:
-        return self.ranks[(self.num_stages - 1) % len(self.ranks)]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The model's output for a batch, on all ranks of this replica (for evaluation; no backward pass)."""
@@ -273,28 +266,25 @@ class PipelinedModel(nn.Module):
         return self.loss(output[: len(real)], part) * (len(real) / rows * weight)
 
     def _schedule_for(self, value: torch.Tensor, microbatches: int) -> Any:
-        shape = value.shape
-        if shape not in self.schedules:
-            if len(self.schedules) == MAX_CACHED_SCHEDULES:
-                del self.schedules[next(iter(self.schedules))]
-            self.schedules[shape] = self._new_schedule(value[: len(value) // microbatches], microbatches)
-        return self.schedules[shape]
-
-    def _new_schedule(self, microbatch: torch.Tensor, microbatches: int) -> Any:
         from torch.distributed import pipelining  # takes half a second
 
+        if value.shape in self.schedules:
+            return self.schedules[value.shape]
+        if len(self.schedules) == MAX_CACHED_SCHEDULES:
+            del self.schedules[next(iter(self.schedules))]
+        microbatch = value[: len(value) // microbatches]
         with torch.no_grad(), eval_mode(*(stage for _, stage in self.stages)):
             shapes = {index: (_like(value), _like(out)) for index, value, out in self._forward_stages(microbatch)}
         stages = [
             pipelining.PipelineStage(stage, index, self.num_stages, self.device, *shapes[index], group=self.group)
             for index, stage in self.stages
         ]
-        options = {"n_microbatches": microbatches, "loss_fn": self._microbatch_loss, "scale_grads": False}
-        if len(stages) > 1:
-            return getattr(pipelining, self.schedule)(stages, **options)
         # 1f1b needs a microbatch for each stage
-        schedule = self.schedule if microbatches >= self.num_stages else "ScheduleGPipe"
-        return getattr(pipelining, schedule)(stages[0], **options)
+        name = self.schedule if len(stages) > 1 or microbatches >= self.num_stages else "ScheduleGPipe"
+        options = {"n_microbatches": microbatches, "loss_fn": self._microbatch_loss, "scale_grads": False}
+        schedule = getattr(pipelining, name)(stages if len(stages) > 1 else stages[0], **options)
+        self.schedules[value.shape] = schedule
+        return schedule
 
 
 def _report(stages: list[torch.fx.GraphModule], loads: list[float]) -> None:
@@ -318,11 +308,8 @@ def _max_even_microbatches(rows: int, most: int, degree: int) -> int:
 
 def _row_indices(rows: int, microbatches: int) -> torch.Tensor:
     """Row indices of a batch, padded with -1 so that it splits into ``microbatches`` of equal length. 1-d."""
-    indices = torch.full((microbatches, -(-rows // microbatches)), -1)
-    bounds = [rows * index // microbatches for index in range(microbatches + 1)]
-    for index, (first, end) in enumerate(pairwise(bounds)):
-        indices[index, : end - first] = torch.arange(first, end)
-    return indices.flatten()
+    parts = torch.arange(rows).tensor_split([rows * index // microbatches for index in range(1, microbatches)])
+    return nn.utils.rnn.pad_sequence(list(parts), batch_first=True, padding_value=-1).flatten()
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

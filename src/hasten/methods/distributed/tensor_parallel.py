@@ -15,8 +15,7 @@ pipeline. While the run is built every rank holds the full model, and a copy of 
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeAlias, cast
@@ -26,13 +25,13 @@ import torch.fx
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from hasten import Card, ConfigurationError, Exactness, Method, ProgressWarning, RunContext, WrapOrder, option
-from hasten._torch_compat import Dropout, cpu_attention_ops, has_forward_hooks, own_parameters
-from hasten.core.types import OptimizerFactory, StepFn
+from hasten._torch_compat import Dropout, cpu_attention_ops, has_forward_hooks
+from hasten.core.types import StepFn
 from hasten.distributed.collectives import broadcast_module, warn_local_batch_norm
 from hasten.distributed.fx.equivalence import PartitionPlan, verify_partition
 from hasten.distributed.fx.tracing import is_random_op, is_shape_value, try_trace
@@ -119,32 +118,15 @@ class TensorParallel(Method):
         parallel.eval_needs_all_ranks = True
         return model
 
-    def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
-        def make_for_dtensors(model: nn.Module) -> Any:
-            with _replicated_as_dtensors(model, get_device_mesh(run)["tp"]):
-                return make(model)
-
-        return make_for_dtensors
-
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         return reduce_over_replicas(grad_transform, run)
 
     def optimizer_step(self, optimizer_step: StepFn, run: RunContext) -> StepFn:
-        weights = [p for group in run.optimizer.param_groups for p in group["params"] if hasattr(p, "full")]
+        def step_on_both_kinds() -> None:
+            with implicit_replication():  # replicated weights are plain tensors beside the DTensors of sharded ones
+                optimizer_step()
 
-        def step_with_dtensor_grads() -> None:
-            for weight in weights:
-                weight.grad = None if weight.full.grad is None else _replicate(weight.full.grad, weight.device_mesh)
-            optimizer_step()
-
-        return step_with_dtensor_grads
-
-    def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
-        def zero_all() -> None:
-            zero_grad()
-            run.unwrapped_model.zero_grad()
-
-        return zero_all
+        return step_on_both_kinds
 
 
 def find_blocks(model: nn.Module, degree: int) -> tuple[list[ShardedBlock], list[str]]:
@@ -281,49 +263,12 @@ def _sharded_dropout(dropout: nn.Dropout, mesh: DeviceMesh, inputs: torch.Tensor
 @cache
 def _register_cpu_attention() -> None:
     """Registers that the CPU attention kernel computes every head independently; torch knows it for GPUs only."""
-    heads = Shard(1)
     forward_op, backward_op = cpu_attention_ops()
-
-    @register_sharding(forward_op)
-    def forward(  # pyright: ignore[reportUnusedFunction]  # used by its registration
-        query: Any,
-        key: Any,
-        value: Any,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        attn_mask: Any = None,
-        scale: Any = None,
-    ) -> list[Any]:
-        return [([heads] * 2, [heads] * 3 + [None, None, None if attn_mask is None else Replicate(), None])]
-
-    @register_sharding(backward_op)
-    def backward(  # pyright: ignore[reportUnusedFunction]
-        grad: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, dropout_p: float, is_causal: bool,
-        attn_mask: Any = None, scale: Any = None,
-    ) -> list[Any]:  # fmt: skip
-        return [([heads] * 3, [heads] * 6 + [None, None, None if attn_mask is None else Replicate(), None])]
+    register_sharding(forward_op)(partial(_shard_heads, 2, 3))
+    register_sharding(backward_op)(partial(_shard_heads, 3, 6))
 
 
-@contextmanager
-def _replicated_as_dtensors(model: nn.Module, mesh: DeviceMesh) -> Generator[None]:
-    """Context manager: makes replicated weights DTensors (same memory), since optimizers cannot mix both kinds."""
-    dtensors: dict[int, nn.Parameter] = {}
-    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for module in model.modules():
-        for name, weight in own_parameters(module).items():
-            if weight is not None and not isinstance(weight, DTensor) and not weight.is_meta:
-                if id(weight) not in dtensors:
-                    dtensor = nn.Parameter(_replicate(weight.detach(), mesh), weight.requires_grad)
-                    cast(Any, dtensor).full = weight
-                    dtensors[id(weight)] = dtensor
-                replaced.append((module, name, weight))
-                own_parameters(module)[name] = dtensors[id(weight)]
-    try:
-        yield
-    finally:
-        for module, name, weight in replaced:
-            own_parameters(module)[name] = weight
-
-
-def _replicate(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+def _shard_heads(outputs: int, inputs: int, *_: Any, attn_mask: Any = None, scale: Any = None) -> list[Any]:
+    """The sharding of an attention operation with so many tensors of shape (batch, heads, ...)."""
+    heads, mask = Shard(1), None if attn_mask is None else Replicate()
+    return [([heads] * outputs, [heads] * inputs + [None, None, mask, None])]
