@@ -52,9 +52,8 @@ class SearchSpace:
             math.ceil(min(work / stats.step_s, self.cores)) if stats.step_s else self.cores
         )  # so that no step waits
         most = max(count + 1, enough)
-        sizes = [
-            size for size in dict.fromkeys((most, (count + most + 1) // 2, count + 1)) if size <= max(1, self.cores)
-        ]
+        sizes = dict.fromkeys((most, (count + most + 1) // 2, count + 1))
+        sizes = [size for size in sizes if size <= max(1, self.cores)]
         found = [_worker_config(kind, size, prefetch) for size in sizes for kind in kinds]
         if count:
             found += [_worker_config(kind, count, prefetch) for kind in kinds[1:]]

@@ -88,7 +88,7 @@ class Layout:
         columns = {name: column(self.types[name], count, name) for name in ([] if self.is_matrix else self.inputs)}
         return Rows(matrix, columns, self.target, self._target_column(count, classes))
 
-    def _target_column(self, count: int, classes: Sequence[str] | None) -> ClassColumn | NumberColumn | None:
+    def _target_column(self, count: int, classes: Sequence[str] | None) -> NumberColumn | None:
         if self.target is None:
             return None
         if self.has_classes:
@@ -105,7 +105,7 @@ class Rows:
     matrix: MatrixColumn | None
     columns: dict[str, Any]
     target_name: str | None
-    target: ClassColumn | NumberColumn | None
+    target: NumberColumn | None
 
     def put(self, table: Any, fill: Any, where: str) -> None:
         """Adds the rows of an Arrow table; ConfigurationError for missing values, and for a target that is not one of

@@ -8,7 +8,10 @@ Layout: https://github.com/webdataset/webdataset; tar headers: ``tar_headers.py`
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from contextlib import suppress
+from functools import partial
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,8 @@ from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerpr
 from hasten.data.formats.tar_headers import DamagedTarError, members
 from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
 from hasten.data.io.metadata_cache import CacheEntry
-from hasten.data.io.paths import FileMissingError, is_file_error, resolve_paths
-from hasten.data.io.range_reader import read_file, read_ranges
+from hasten.data.io.paths import resolve_paths
+from hasten.data.io.range_reader import read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad, split_target
 from hasten.data.validation import check_name, check_names
@@ -86,7 +89,12 @@ class Shards(Source):
         self.columns, self.target = _select_columns(samples, columns, target), target
         # extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing
         self.positions = self._find_positions(samples)
-        self.shapes = {name: self._common_shape(name) for name in self.columns if _type(name) == "npy"}
+        self.shapes: dict[
+            str, tuple[torch.Size, torch.dtype] | None
+        ] = {}  # of the arrays of a column; None: they differ
+        for name in (name for name in self.columns if _type(name) == "npy"):
+            common, _ = load_or_compute(["shape of arrays", name], self.signatures, partial(self._probe_shapes, name))
+            self.shapes[name] = (torch.Size(common[0]), getattr(torch, common[1])) if common else None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -154,21 +162,15 @@ class Shards(Source):
         batch = acquire((len(values), *common[0]), common[1])
         return torch.stack(values, out=batch) if values else batch
 
-    def _common_shape(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
-        """Returns the (shape, dtype) of arrays probed from all shards; None if they differ."""
-        common, _ = load_or_compute(["shape of arrays", name], self.signatures, lambda: self._probe_shapes(name))
-        return (torch.Size(common[0]), getattr(torch, common[1])) if common else None
-
     def _probe_shapes(self, name: str) -> CacheEntry:
+        """Returns ((shape, dtype) of arrays probed from all shards, None if they differ; no arrays)."""
         present = numpy.flatnonzero(self.positions[name][:, 0] >= 0)
         rows = present[numpy.unique(numpy.linspace(0, len(present) - 1, PROBED_SAMPLES).astype(numpy.int64))]
         forms = set()
         for content in self.raw(name, rows):
-            try:
+            with suppress(*DECODE_ERRORS):  # reported when the row is read
                 array = _decode_array(content)
-            except DECODE_ERRORS:
-                continue  # reported when the row is read
-            forms.add((tuple(array.shape), str(array.dtype).removeprefix("torch.")))
+                forms.add((tuple(array.shape), str(array.dtype).removeprefix("torch.")))
         return forms.pop() if len(forms) == 1 else None, []
 
     def raw(self, name: str, rows: numpy.ndarray) -> list[bytes]:
@@ -186,58 +188,43 @@ class Shards(Source):
         return f"{self.signatures[int(self._shard_of(row))][0]}, {self.keys[row]}"
 
 
-def _index_shard(signature: list, tell: ReportBytes) -> tuple[CacheEntry, str | None]:
-    """Finds the files of every complete sample of a shard. Returns ({"keys" of the samples, "endings": the extensions},
-    [array of (sample, extension, begin, end)]), and the reason why a damaged shard has no more samples.
+def _index_shard(content: memoryview, path: str, tell: ReportBytes) -> tuple[CacheEntry, str | None]:
+    """({"keys" of the complete samples, "endings": the extensions}, [array of (sample, extension, begin, end)]), and
+    why a damaged shard has no more samples. ConfigurationError if samples are ambiguous.
     """
     keys: list[str] = []
     extensions: dict[str, int] = {}
     files: list[tuple[int, int, int, int]] = []
     why = None
     try:
-        for key, parts in _samples(signature, tell):
-            for extension, (begin, end) in parts.items():
-                files.append((len(keys), extensions.setdefault(extension, len(extensions)), begin, end))
+        for key, members_of_sample in groupby(_members_with_keys(content, path, tell), itemgetter(0)):
+            parts: dict[str, tuple[int, int]] = {}
+            for _, name, extension, begin, end in members_of_sample:
+                if extension in parts:
+                    advice = "the files of a sample must be adjacent and have different extensions"
+                    raise ConfigurationError(f"{path} has two files {name}; {advice}")
+                parts[extension] = begin, end
+            for extension, span in parts.items():
+                files.append((len(keys), extensions.setdefault(extension, len(extensions)), *span))
             keys.append(key)
-    except ConfigurationError as error:
-        if not is_file_error(signature[0], error):
-            raise
-        why = str(error)
+    except DamagedTarError as error:
+        why = f"{path} {error}"
     array = numpy.array(files, numpy.int64).reshape(-1, 4)
     return ({"keys": keys, "endings": [*extensions]}, [array]), why
 
 
-def _samples(signature: list, tell: ReportBytes) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
-    """Yields (key, {extension: (begin, end)}) of a shard's samples; ConfigurationError if damaged or ambiguous."""
-    path = signature[0]
-    current: str | None = None
-    parts: dict[str, tuple[int, int]] = {}
-    try:
-        for index, (name, begin, end) in enumerate(members(read_file(signature, tell))):
-            if index % MEMBERS_PER_REPORT == 0:
-                tell(begin)
-            _check_inside(path, name)
-            directory, slash, file = name.removeprefix("./").rpartition("/")
-            stem, dot, extension = file.partition(".")
-            if not dot or not stem or not extension or stem.startswith("__"):
-                continue  # metadata of the shard, or a hidden file
-            key, extension = f"{directory}{slash}{stem}", extension.lower()
-            if current is not None and key != current and parts:
-                yield current, parts
-                parts = {}
-            if extension in parts:
-                advice = "the files of a sample must be adjacent and have different extensions"
-                raise ConfigurationError(f"{path} has two files {name}; {advice}")
-            current, parts[extension] = key, (begin, end)
-    except DamagedTarError as error:
-        raise FileMissingError(f"{path} {error}") from None
-    if current is not None and parts:
-        yield current, parts
-
-
-def _check_inside(path: str, name: str) -> None:
-    if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
-        raise ConfigurationError(f"{path} has a member {name!r}, whose path leaves the archive; do not trust this file")
+def _members_with_keys(content: memoryview, path: str, tell: ReportBytes) -> Iterator[tuple[str, str, str, int, int]]:
+    """Yields (key of the sample, name, extension, begin, end) of files, without metadata and hidden ones."""
+    for index, (name, begin, end) in enumerate(members(content)):
+        if index % MEMBERS_PER_REPORT == 0:
+            tell(begin)
+        if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
+            problem = f"a member {name!r}, whose path leaves the archive"
+            raise ConfigurationError(f"{path} has {problem}; do not trust this file")
+        directory, slash, file = name.removeprefix("./").rpartition("/")
+        stem, _, extension = file.partition(".")
+        if stem and extension and not stem.startswith("__"):
+            yield f"{directory}{slash}{stem}", name, extension.lower(), begin, end
 
 
 def _select_columns(samples: list[CacheEntry], columns: Sequence[str] | None, target: str | None) -> list[str]:

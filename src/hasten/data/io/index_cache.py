@@ -14,13 +14,14 @@ import numpy
 from hasten.core.errors import ConfigurationError
 from hasten.data.io.metadata_cache import TIMESTAMP_GRANULARITY_NS, CacheEntry, load, store
 from hasten.data.io.paths import FileMissingError, file_signature, is_file_error, is_remote
+from hasten.data.io.range_reader import read_file
 from hasten.data.io.remote import MAX_REQUESTS
 from hasten.data.progress import rate_reporter
 
 MIN_BYTES = 1_000_000  # of the files; the index of smaller ones is not cached
 
 ReportBytes = Callable[[int], None]  # called with the number of bytes of the file that have been read
-BuildIndex = Callable[[list, ReportBytes], tuple[CacheEntry, str | None]]
+BuildIndex = Callable[[memoryview, str, ReportBytes], tuple[CacheEntry, str | None]]
 
 
 def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[tuple[list, CacheEntry, str | None]]:
@@ -28,7 +29,8 @@ def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[
     it.
 
     ``key`` is what the index contains, as the progress message names it, and whatever it depends on besides the file,
-    as JSON. ``build`` is ``(signature, report) -> (index, reason why it is incomplete, or None)``.
+    as JSON. ``build`` is ``(content, path, report) -> (index, reason why it is incomplete, or None)``; the content of a
+    file that cannot be read is empty.
     """
     with ThreadPoolExecutor(min(len(paths), MAX_REQUESTS)) as pool:  # a remote signature takes a round trip
         signatures = list(pool.map(_signature, paths) if any(map(is_remote, paths)) else map(_signature, paths))
@@ -41,7 +43,9 @@ def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[
         damage = None
         if index is None:
             start_ns = time.time_ns()
-            index, damage = build(signature, lambda position, done=done: report(done + position))
+            content, unread = _read(signature, tell := lambda position, done=done: report(done + position))
+            index, damage = build(content, signature[0], tell)
+            damage = unread or damage
             done += signature[1] or 0
             report(done)
             if damage is None:
@@ -75,6 +79,16 @@ def load_or_compute(key: list, signatures: list[list], compute: Callable[[], Cac
     return entry
 
 
+def _read(signature: list, report: ReportBytes) -> tuple[memoryview, str | None]:
+    """Returns (content of a file, None), or nothing and the reason why this file cannot be read."""
+    try:
+        return read_file(signature, report), None
+    except ConfigurationError as error:
+        if not is_file_error(signature[0], error):
+            raise
+        return memoryview(b""), str(error)
+
+
 def _signature(path: str) -> list:
     """Returns [path, size, version] of a file; of a missing file an empty version: reading it raises later."""
     try:
@@ -89,26 +103,14 @@ def _signature(path: str) -> list:
 
 
 def _load(key: list, signatures: list[list]) -> CacheEntry | None:
-    entry = load(_entry_key(key, signatures)) if _is_cacheable(signatures) else None
-    if entry is None or entry[0]["files"] != _versions(signatures):
-        return None
-    return entry[0]["found"], entry[1]
+    return load([*key, signatures]) if _is_cacheable(signatures) else None
 
 
 def _store(key: list, signatures: list[list], entry: CacheEntry, start_ns: int) -> None:
     """Caches an entry, unless a local file can have changed since ``start_ns`` without a new modification time."""
     times = (max(version) for _, _, version in signatures if isinstance(version, list))  # a server's clock may differ
     if _is_cacheable(signatures) and max(times, default=0) < start_ns - TIMESTAMP_GRANULARITY_NS:
-        store(_entry_key(key, signatures), {"files": _versions(signatures), "found": entry[0]}, entry[1])
-
-
-def _entry_key(key: list, signatures: list[list]) -> list:
-    return [*key, [path for path, _, _ in signatures]]
-
-
-def _versions(signatures: list[list]) -> list[list]:
-    """Returns the signatures without the paths: remote addresses may contain passwords."""
-    return [signature[1:] for signature in signatures]
+        store([*key, signatures], *entry)
 
 
 def _is_cacheable(signatures: list[list]) -> bool:
