@@ -383,8 +383,7 @@ class Pipeline:
     def _recorded(self, batches: Iterator) -> Iterator:
         """Yields the batches, and records the bad rows that were skipped for each in ``faults``."""
         for batch, bad in batches:
-            for fault in bad:
-                self.faults.record(fault)
+            self.faults.record(*bad)
             yield batch
             del batch
 
@@ -406,8 +405,7 @@ class Pipeline:
         """Raises RunError if the source knows of more bad rows, before reading, than ``skip_bad_rows`` allows."""
         known = self.source.known_bad_rows()
         if len(known) > self.faults.max_rows:
-            for fault in known:
-                self.faults.record(fault)
+            self.faults.record(*known)
 
     def _seek(self, epoch: int, position: int) -> None:
         self.position.epoch, self.position.position, self.position.begun = epoch, position, False

@@ -30,27 +30,18 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, rows: numpy.ndarray) -> Any:
-        """Returns the columns of the given rows, in the given order. Several threads may call this at once.
-
-        Args:
-            rows: int64, shape (n,), each in [0, len).
-
-        Raises:
-            BadRow: A row cannot be read.
+        """Returns the columns of the given rows (int64, shape (n,), each in [0, len)), in the given order; BadRow if
+        one cannot be read. Several threads may call this at once.
         """
 
     @abstractmethod
     def fingerprint(self) -> dict:
-        """Returns JSON values that change when the rows change: files with sizes and times, columns, options.
-
-        It is the key of a cache of the rows.
+        """Returns JSON values that change when the rows change (files with sizes and times, columns, options): the key
+        of a cache of the rows.
         """
 
     def chunk_offsets(self) -> numpy.ndarray:
-        """Returns the first row of every chunk of rows that are read together (row group, shard), and the end.
-
-        int64, shape (chunks + 1,).
-        """
+        """Returns the first row, int64, of every chunk of rows read together (row group, shard), and the end."""
         return numpy.array([0, len(self)])
 
     def known_bad_rows(self) -> list[BadRow]:
@@ -60,9 +51,7 @@ class Source(ABC):
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         """Called before every epoch in the process that iterates, to fill a cache or to reopen changed files.
 
-        Args:
-            runner: Computes work items in threads or processes; see ``workers/runners.py``.
-            faults: The limit of bad rows, which counts those found here.
+        ``runner`` computes work items in threads or processes (``workers/runners.py``); ``faults`` counts bad rows.
         """
         return
 
@@ -87,13 +76,10 @@ class WrappedSource(Source):
 
 
 class BadRow(Exception):  # noqa: N818  # skipping it is no error
-    """A row cannot be read. The pipeline turns it into a RunError, or skips the row.
+    """Row ``row`` cannot be read. The pipeline turns it into a RunError, or skips the row.
 
-    Attributes:
-        row: Index of the row.
-        where: File and position in it.
-        why: The reason.
-        rows: All of the requested rows that cannot be read for this reason, including ``row``.
+    ``where`` is the file and the position in it, ``why`` the reason, ``rows`` all of the requested rows that cannot be
+    read for this reason, including ``row``.
     """
 
     def __init__(self, row: int, where: str, why: str, rows: Iterable[int] = ()) -> None:
@@ -131,11 +117,12 @@ class BadRowPolicy:
                     raise self.failure(bad[self.max_rows]) from fault
         return None, rows, bad
 
-    def record(self, fault: BadRow) -> None:
-        """Counts a skipped row, once however often it is read; RunError if they are more than ``max_rows``."""
-        self.found[fault.row] = fault
-        if len(self.found) > self.max_rows:
-            raise self.failure(fault)
+    def record(self, *faults: BadRow) -> None:
+        """Counts skipped rows, each once however often it is read; RunError if they are more than ``max_rows``."""
+        for fault in faults:
+            self.found[fault.row] = fault
+            if len(self.found) > self.max_rows:
+                raise self.failure(fault)
 
     def listed(self) -> list[dict]:
         """Returns the skipped rows in ascending order as JSON values: {"row", "where", "why"}."""

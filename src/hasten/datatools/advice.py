@@ -49,18 +49,11 @@ def better_storages(
 ) -> list[dict]:
     """Returns the formats that would be faster, the fastest first.
 
-    Args:
-        reader: Reads the data as they are, images of one size.
-        before: Measurements of rows/s into batches.
-        total: Rows of all files.
-        disk: Bytes/s, if every epoch reads from the disk; None if the data stay in memory.
-        budget: Seconds.
-        on_progress: Progress callback.
-
-    Returns:
-        For each format ``{"to", "resize", "fill" (value for --fill if numbers are missing), "rows_per_second" on one
-        core, "gain" (speedup, from the medians), "low" and "high" (from the most distant measurements; None with a
-        single one), "bytes" of all rows}``.
+    ``reader`` reads the data as they are, images of one size; ``before`` are measurements of rows/s into batches;
+    ``total`` is the rows of all files; ``disk`` bytes/s, None if the data stay in memory; ``budget`` seconds. A format
+    is ``{"to", "resize", "fill" (value for --fill if numbers are missing), "rows_per_second" on one core, "gain"
+    (speedup, from the medians), "low" and "high" (from the most distant measurements; None with a single one), "bytes"
+    of all rows}``.
     """
     kind, resize = reader.kind.name, side_of(reader.resize)
     candidates = [to for to in CANDIDATES.get(kind, ()) if resize or (kind, to) != ("webdataset", "webdataset")]

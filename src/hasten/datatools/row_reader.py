@@ -103,8 +103,7 @@ class RowReader:
         if not self.faults.max_rows:
             return source.read(rows)
         columns, _, bad_rows = self.faults.readable(source, rows)
-        for bad_row in bad_rows:
-            self.faults.record(bad_row)
+        self.faults.record(*bad_rows)
         return columns
 
     def _skip(self, bad_row: BadRow) -> None:

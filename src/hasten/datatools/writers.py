@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO
 
 import numpy
 import torch
@@ -54,19 +54,6 @@ class ShardPlan:
         return sum(rows for rows, _ in self.done[:part])
 
 
-class Writer(Protocol):
-    """Writes the parts of a plan in one storage format. Hashes are of the content, not of the files."""
-
-    def write(self, part: int, report: ReportRows) -> ContentHash:
-        """Writes a part under its temporary name; returns the hash of what it should contain."""
-
-    def read_back(self, part: int) -> ContentHash:
-        """Reads back ``part``, which was written last; returns the hash of its content."""
-
-    def finish(self) -> dict:
-        """Gives all parts their final names; returns ``{"files": names}`` and what else a reader requires."""
-
-
 def fsync(file: IO) -> None:
     """Flushes a file to the disk, so that its content survives a power failure."""
     file.flush()
@@ -75,7 +62,11 @@ def fsync(file: IO) -> None:
 
 @dataclass
 class FilePerPart:
-    """Writer of one file for each part; formats differ in two functions."""
+    """Writer of one file for each part; formats differ in two functions.
+
+    ``write`` and ``read_back`` (of the part written last) return the hash of the content, not of the file. ``finish``
+    gives all parts their final names and returns ``{"files": names}`` and what else a reader requires.
+    """
 
     plan: ShardPlan  # what is written, and where
     suffix: str  # ending of the file names
@@ -333,6 +324,7 @@ def _describe(column: torch.Tensor) -> str:
     return f"{column.dtype} {tuple(column.shape[1:])}".removeprefix("torch.")
 
 
+Writer = FilePerPart | NpyWriter
 WRITERS: dict[str, Callable[[ShardPlan], Writer]] = {
     "parquet": lambda plan: FilePerPart(plan, ".parquet", write_parquet, _table_reader(Parquet)),
     "feather": lambda plan: FilePerPart(plan, ".feather", write_feather, _table_reader(Feather)),

@@ -68,15 +68,11 @@ class SearchSpace:
 class LoaderAutotuner:
     """Measures the batches of several epochs, and finds the workers that compute them.
 
-    Args:
-        workers: The workers to start with; as an attribute, the best configuration so far.
-        cores: Maximum number of workers.
-        memory_budget: ``() -> bytes`` that batches in flight, and cached samples, may take.
-        cache: Where samples are cached: "memory", "disk" or "no"; None: wherever it turns out to be faster. The owner
-            of the batches decides whether they can be cached, and where they fit.
-        epochs: Number of epochs, if known.
-        on_converged: Called with the autotuner when it converges, and again when it converges to something else.
-        data_type: The type of data that it was made for, stored for its owner.
+    ``workers`` are those to start with; as an attribute, the best configuration so far. Batches in flight and cached
+    samples may take ``memory_budget()`` bytes. ``cache`` is where samples are cached, "memory", "disk" or "no"; None:
+    wherever it turns out to be faster. The owner of the batches decides whether they can be cached, and where they fit.
+    ``epochs`` is the number of epochs, if known. ``on_converged`` is called with the autotuner when it converges, and
+    again when it converges to something else. ``data_type`` is stored for the owner.
     """
 
     def __init__(

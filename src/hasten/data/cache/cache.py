@@ -1,15 +1,15 @@
 """Caches: samples are read and decoded once, in memory or on disk.
 
-A cache changes how fast a batch is ready, never its content. It has the rows of its source in the same order, with the
-same chunks for a windowed shuffle. Before every epoch it compares the identity of the source, and is filled again if a
-file or function has changed. Columns that the source returns as lists, such as images that were not resized, can be
-cached if all rows have one shape, and are returned as lists.
+A cache has the rows of its source in the same order, with the same chunks for a windowed shuffle. Columns that the
+source returns as lists, such as images that were not resized, can be cached if all rows have one shape, and are
+returned as lists.
 """
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -111,17 +111,14 @@ class Mapped(WrappedSource):
 class Cache(WrappedSource):
     """Base class of the caches.
 
-    ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again if the source has
-    changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
-
-    ``gigabytes``: limit of the size; a larger cache is an error. None: half of the free memory or disk space.
-    ``on_progress``: progress callback while the cache is filled.
+    ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again if a file or function
+    has changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
     """
 
     def __init__(self, source: Source, gigabytes: float | None, on_progress: ProgressCallback | None):
         super().__init__(source)
-        self.gigabytes, self.on_progress = gigabytes, on_progress
-        self.identity: dict | None = None  # identity of the source that the cache was filled from
+        self.gigabytes, self.on_progress = gigabytes, on_progress  # as in ``Pipeline.cache``
+        self.identity: str | None = None  # identity of the source that the cache was filled from
         self.columns: Any = None  # the columns of all rows; None until the cache is filled
         self.lists: list[int] = []  # indices of the columns that are returned as lists of rows
         self.bad: dict[int, tuple[str, str]] = {}  # rows that could not be read: {row: (location, reason)}
@@ -142,25 +139,24 @@ class Cache(WrappedSource):
         return map_columns(select, self.columns)
 
     def fingerprint(self) -> dict:
-        return source_identity(self.source)
+        return {"of": source_identity(self.source)}
 
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         super().prepare(runner, faults)
         identity = source_identity(self.source)
-        if _differ(identity, self.identity):
+        if identity != self.identity:
             self.identity, self.columns, self.bad = None, None, {}  # frees the memory before more is allocated
             faults.found.clear()  # rows of the old data
             self.columns, self.lists, self.bad = self.fill(identity, runner, faults)
             self.identity = identity
-        for row, reason in self.bad.items():
-            faults.record(BadRow(row, *reason))
+        faults.record(*(BadRow(row, *reason) for row, reason in self.bad.items()))
 
     @abstractmethod
-    def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
+    def fill(self, identity: str, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         """Reads all rows: (columns as tensors, indices of list columns, {bad row: (location, reason)})."""
 
     def chunks(
-        self, like: Any, identity: dict, runner: Callable, faults: BadRowPolicy, bad: dict, what: str
+        self, like: Any, identity: str, runner: Callable, faults: BadRowPolicy, bad: dict, what: str
     ) -> Iterator[tuple[int, Any]]:
         """Yields all rows in order as (first row, columns). Bad rows are zeros and are recorded in ``bad``.
 
@@ -175,13 +171,12 @@ class Cache(WrappedSource):
             return read_padded(self.source, chunk, like, faults)
 
         for index, (columns, bad_rows) in enumerate(runner(make, range(-(-rows // size)))):
-            for bad_row in bad_rows:
-                faults.record(bad_row)
-                bad[bad_row.row] = (bad_row.where, bad_row.why)
+            faults.record(*bad_rows)
+            bad |= {bad_row.row: (bad_row.where, bad_row.why) for bad_row in bad_rows}
             yield index * size, columns
             report(min(rows, (index + 1) * size))
         self.source.prepare(runner, faults)
-        if _differ(source_identity(self.source), identity):
+        if source_identity(self.source) != identity:
             raise RunError("the data changed while the cache was filled; start again when no process writes to them")
 
     def read_first_within(self, free: float, where: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
@@ -201,7 +196,7 @@ class Cache(WrappedSource):
 class MemoryCache(Cache):
     """A cache that holds all rows in memory, one tensor per column."""
 
-    def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
+    def fill(self, identity: str, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         first, lists = self.read_first_within(free_memory(), "in memory", faults)
         filled = map_columns(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
         bad = {}
@@ -219,7 +214,7 @@ class DiskCache(Cache):
         super().__init__(source, gigabytes, on_progress)
         self.directory = directory
 
-    def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
+    def fill(self, identity: str, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         def write_all(write: Callable) -> tuple[list[int], dict]:
             bad, what = {}, f"in {self.directory}"
             first, lists = self.read_first_within(psutil.disk_usage(str(self.directory)).free, what, faults)
@@ -230,26 +225,12 @@ class DiskCache(Cache):
         return CacheDirectory(self.directory, identity).open(write_all)
 
 
-def source_identity(source: Source) -> dict:
-    """Returns what identifies the rows of a source: class, code, length and fingerprint, as JSON values."""
+def source_identity(source: Source) -> str:
+    """Returns what identifies the rows of a source, as JSON: class, code, length and fingerprint."""
     kind = type(source)
     name, code = f"{kind.__module__}.{kind.__qualname__}", None if is_builtin(kind) else fingerprint(kind)
-    return _to_json({"source": name, "code": code, "rows": len(source), "of": source.fingerprint()})
-
-
-def _differ(one: dict, other: dict | None) -> bool:
-    return repr(one) != repr(other)  # as text, so that NaN equals NaN
-
-
-def _to_json(value: Any) -> Any:
-    """Converts to JSON values: arrays and tensors become numbers or lists, unknown types their ``repr``."""
-    if isinstance(value, Mapping):
-        return {name if isinstance(name, str) else repr(name): _to_json(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_json(part) for part in value]
-    if isinstance(value, (numpy.generic, numpy.ndarray, torch.Tensor)):
-        return _to_json(value.tolist())
-    return value if value is None or type(value) in (bool, int, float, str) else repr(value)
+    content = {"source": name, "code": code, "rows": len(source), "of": source.fingerprint()}
+    return json.dumps(content, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
 
 
 # ---- rows of one shape and dtype
@@ -263,8 +244,7 @@ def read_first(source: Source, faults: BadRowPolicy) -> tuple[Any, list[int]]:
     """
     for begin in range(0, len(source), PROBED_ROWS):
         columns, _, bad_rows = faults.readable(source, numpy.arange(begin, min(begin + PROBED_ROWS, len(source))))
-        for bad_row in bad_rows:
-            faults.record(bad_row)
+        faults.record(*bad_rows)
         if columns is not None:
             lists = [index for index, column in enumerate(column_leaves(columns)) if isinstance(column, list)]
             return _as_tensors(columns), lists

@@ -11,7 +11,6 @@ import codecs
 import os
 import re
 import threading
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -44,7 +43,7 @@ class FileMetadata:
     bad: dict[int, str] = field(default_factory=dict)
 
 
-class _ArrowFormat(ABC):
+class _ArrowFormat:
     """A format whose open files are held between two chunks. Several threads may call ``chunk`` at once."""
 
     def __init__(self) -> None:
@@ -54,8 +53,8 @@ class _ArrowFormat(ABC):
         """Closes files and frees parsed rows that are kept to make the next ``chunk`` faster."""
         self._open_files = _OpenFile(self._open)
 
-    @abstractmethod
-    def _open(self, path: str, *columns: str) -> Any: ...
+    def _open(self, path: str, *columns: str) -> Any:
+        raise NotImplementedError
 
 
 class Parquet(_ArrowFormat):

@@ -69,11 +69,7 @@ def tfrecord(
 
 
 class Records:
-    """The framed records of some TFRecord files, read by index.
-
-    ``signatures``: signatures of the files when they were indexed. ``begins``: first byte of the data of each record in
-    its file, shape (records,). ``ends``: the byte after them, shape (records,).
-    """
+    """The framed records of some TFRecord files, read by index; ``signatures``: of the files when they were indexed."""
 
     def __init__(self, paths: list[str], verify: bool = True) -> None:
         indices = load_or_build_index(paths, ["records", verify], partial(_index_file, verify=verify))
@@ -82,6 +78,7 @@ class Records:
         ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in indices]
         # index of the first record of each file, and the total; shape (files + 1,)
         self._offsets = numpy.cumsum([0, *map(len, begins)])
+        # first byte of the data of each record in its file, and the byte after them, shape (records,)
         self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
         # whether the checksum of each record is still to be compared, shape (records,)
         self.unverified = numpy.full(len(self.begins), verify)

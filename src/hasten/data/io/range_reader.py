@@ -1,10 +1,7 @@
 """Reads byte ranges of local and remote files; safe in several threads and processes at once.
 
 Local files are read with ``pread`` and not mapped into memory: truncating a mapped file kills the process that reads
-it. A local file is checked for changes at every read; a remote file, where a check is a request, every
-``REMOTE_CHECK_INTERVAL_S``.
-
-Remote ranges that lie apart, as those of shuffled rows do, are requested concurrently (fsspec's ``cat_ranges``). A
+it. Remote ranges that lie apart, as those of shuffled rows do, are requested concurrently (fsspec's ``cat_ranges``). A
 single range, as of rows in order, is read through an open file with fsspec's read-ahead cache, which usually contains
 the next batch already.
 """
