@@ -84,7 +84,8 @@ def inspect(
     (kind, files), *others = formats_at(path)
     files, skipped_files = select_openable(kind, files, max_bad_rows or 0)
     faults = BadRowPolicy((max_bad_rows or 0) - len(skipped_files))
-    size = _total_bytes(files, faults)
+    counted = files[:: -(-len(files) // MAX_COUNTED)]
+    size = round(sum(signature_or_reason(file, faults)[1] for file in counted) * len(files) / len(counted))
     with temporary_directory() as directory:
         sample, sample_bytes = _sample_files(kind, files, directory)
         fraction = 1.0 if sample_bytes is None else sample_bytes / size
@@ -151,11 +152,6 @@ def _add_advice(
     disk = bandwidth if is_local else None  # a converted copy would be on this machine
     left = min(left, BUDGET_SHARES["storages"] * budget)
     result["storages"] = better_storages(reader, before, rows, disk, left, on_progress)
-
-
-def _total_bytes(files: list[str], faults: BadRowPolicy) -> int:
-    sample = files[:: -(-len(files) // MAX_COUNTED)]
-    return round(sum(signature_or_reason(file, faults)[1] for file in sample) * len(files) / len(sample))
 
 
 def _with_common_size(reader: RowReader) -> RowReader:

@@ -188,7 +188,7 @@ class Table(Source):
 
     def _read_all(self) -> Rows:
         """Returns the whole table without the chunks that cannot be read."""
-        rows = self._layout.rows(len(self), self.classes)
+        rows = Rows(self._layout, len(self), self.classes)
         report = rate_reporter(f"reading the table of {next(iter(self._signatures))}", len(self))
         with ThreadPoolExecutor(CONCURRENT_CHUNKS) as pool:
             pending: deque[Future] = deque()
@@ -224,7 +224,7 @@ class Table(Source):
     def _read_chunks(self, rows: numpy.ndarray) -> Any:
         """Returns the batch of ``rows``, decoding the chunks that contain them unless they are in memory."""
         if not len(rows):
-            return self._layout.rows(0, self.classes).read(torch.from_numpy(rows))
+            return Rows(self._layout, 0, self.classes).read(torch.from_numpy(rows))
         self._refuse_bad(rows)
         chunks = self._chunk_of(rows)
         order = numpy.argsort(chunks, kind="stable")
@@ -253,7 +253,7 @@ class Table(Source):
                 count = int(self._chunk_rows[chunk])
                 self._decoded_rows += count
                 table = self._decode(chunk, self._layout.names)
-                rows = self._layout.rows(count, self.classes)
+                rows = Rows(self._layout, count, self.classes)
                 rows.put(table, self._fill, self._where(chunk))
                 future.set_result(rows)
             except BaseException as error:

@@ -20,7 +20,7 @@ import numpy
 from hasten.core.errors import ConfigurationError, suggest
 from hasten.data.formats.tf_example import infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
-from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
+from hasten.data.io.index_cache import IndexedFiles, ReportBytes, load_or_build_index, load_or_compute
 from hasten.data.io.metadata_cache import CacheEntry
 from hasten.data.io.paths import check_unchanged, is_remote, mapped_bytes, resolve_paths
 from hasten.data.io.range_reader import read_ranges
@@ -68,31 +68,20 @@ def tfrecord(
     return Pipeline(Examples(resolve_paths(paths, SUFFIXES), features, target, verify))
 
 
-class Records:
-    """The framed records of some TFRecord files, read by index; ``signatures``: of the files when they were indexed."""
+class Records(IndexedFiles):
+    """The framed records of some TFRecord files, read by index."""
 
     def __init__(self, paths: list[str], verify: bool = True) -> None:
         indices = load_or_build_index(paths, ["records", verify], partial(_index_file, verify=verify))
-        self.signatures, self.verify = [signature for signature, _, _ in indices], verify
-        begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in indices]
-        ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in indices]
-        # index of the first record of each file, and the total; shape (files + 1,)
-        self._offsets = numpy.cumsum([0, *map(len, begins)])
-        # first byte of the data of each record in its file, and the byte after them, shape (records,)
-        self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
+        super().__init__(paths, indices, [len(begins) for _, (_, (begins, _)), _ in indices], "record")
+        self.verify = verify
+        # first byte of the data of each record in its file, and the byte after them, shape (records,); 0 of a bad row
+        self.begins, self.ends = numpy.zeros((2, len(self)), numpy.int64)
+        for first, (_, (_, positions), _) in zip(self.offsets.tolist(), indices, strict=False):
+            count = len(positions[0])
+            self.begins[first : first + count], self.ends[first : first + count] = positions
         # whether the checksum of each record is still to be compared, shape (records,)
         self.unverified = numpy.full(len(self.begins), verify)
-        # {record: (file, reason)} of the damaged files: one record stands for the rest of its file
-        self.bad = rows_of_damage(paths, self._offsets, [reason for _, _, reason in indices], "record")
-
-    def __len__(self) -> int:
-        return len(self.begins)
-
-    def chunk_offsets(self) -> numpy.ndarray:
-        return self._offsets
-
-    def known_bad_rows(self) -> list[BadRow]:
-        return [BadRow(row, *bad) for row, bad in self.bad.items()]
 
     def raw(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """Returns the data of some records: (uint8 array, start of each record in it, end of each).
@@ -104,7 +93,7 @@ class Records:
         """
         refuse_bad(rows, self.bad)
         starts, ends = self.begins[rows], self.ends[rows]
-        files = numpy.searchsorted(self._offsets, rows, "right") - 1
+        files = self.file_of(rows)
         if len(rows) and (files == files[0]).all() and not is_remote(path := self.signatures[files[0]][0]):
             check_unchanged(path, self.signatures[files[0]])
             content = mapped_bytes(path)
@@ -119,8 +108,8 @@ class Records:
 
     def where(self, row: int) -> str:
         """Describes a row for error messages: file, number of the record in it, first byte."""
-        file = int(numpy.searchsorted(self._offsets, row, "right")) - 1
-        return f"{self.signatures[file][0]}, record {row - self._offsets[file]}, byte {self.begins[row] - HEAD}"
+        file = int(self.file_of(row))
+        return f"{self.signatures[file][0]}, record {row - self.offsets[file]}, byte {self.begins[row] - HEAD}"
 
     def _verify(
         self, rows: numpy.ndarray, content: bytes | memoryview, starts: numpy.ndarray, ends: numpy.ndarray
@@ -136,11 +125,11 @@ class Records:
 
 
 class Examples(Records, Source):
-    """Records that are ``tf.train.Example`` messages; ``lost`` is {file: reason} of the damaged files."""
+    """Records that are ``tf.train.Example`` messages."""
 
     def __init__(self, paths: list[str], features: Any = None, target: str | None = None, verify: bool = True) -> None:
         super().__init__(paths, verify)
-        self.target, self.lost = target, dict(self.bad.values())
+        self.target = target
         key = ["kinds of values of records", verify]
         summaries, _ = load_or_compute(key, self.signatures, self._summarize_sample)
         self.features = infer_features(summaries, features, target)
@@ -203,11 +192,6 @@ def frame_records(records: Iterable[bytes]) -> bytes:
 
 
 # ---- index of a file
-
-
-def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
-    """Byte positions of a file's records, and a 0 for one bad row at its end if that is damaged (``reason``)."""
-    return positions if reason is None else numpy.append(positions, 0)
 
 
 def _index_file(content: memoryview, path: str, tell: ReportBytes, verify: bool) -> tuple[CacheEntry, str | None]:

@@ -22,7 +22,7 @@ from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.buffer_pool import acquire
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.formats.tar_headers import DamagedTarError, members
-from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
+from hasten.data.io.index_cache import IndexedFiles, ReportBytes, load_or_build_index, load_or_compute
 from hasten.data.io.metadata_cache import CacheEntry
 from hasten.data.io.paths import resolve_paths
 from hasten.data.io.range_reader import read_ranges
@@ -66,7 +66,7 @@ def webdataset(
     return Pipeline(Shards(paths, columns, target, resize, pixels))
 
 
-class Shards(Source):
+class Shards(IndexedFiles, Source):
     """Samples in tar files of the WebDataset layout (shards)."""
 
     def __init__(
@@ -78,32 +78,18 @@ class Shards(Source):
         target = None if target is None else _extension(target)
         files = resolve_paths(paths, (".tar",))
         indices = load_or_build_index(files, ["samples"], _index_shard)
-        self.signatures = [signature for signature, _, _ in indices]  # file signature of each shard
+        super().__init__(files, indices, [len(info["keys"]) for _, (info, _), _ in indices], "sample")
         keys = [info["keys"] if why is None else [*info["keys"], ""] for _, (info, _), why in indices]
         self.keys = [*chain.from_iterable(keys)]  # the common part of the names of each sample's files
-        self._offsets = numpy.cumsum([0, *map(len, keys)])
-        # {row: (file, why)}: each such row stands for the damaged rest of its file
-        self.bad = rows_of_damage(files, self._offsets, [why for _, _, why in indices], "sample")
-        self.lost = dict(self.bad.values())  # {file: why} of the damaged files
         samples = [index for _, index, _ in indices]
         self.columns, self.target = _select_columns(samples, columns, target), target
         # extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing
         self.positions = self._find_positions(samples)
-        self.shapes: dict[
-            str, tuple[torch.Size, torch.dtype] | None
-        ] = {}  # of the arrays of a column; None: they differ
+        # of the arrays of a column; None: they differ
+        self.shapes: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
         for name in (name for name in self.columns if _type(name) == "npy"):
             common, _ = load_or_compute(["shape of arrays", name], self.signatures, partial(self._probe_shapes, name))
             self.shapes[name] = (torch.Size(common[0]), getattr(torch, common[1])) if common else None
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def chunk_offsets(self) -> numpy.ndarray:
-        return self._offsets
-
-    def known_bad_rows(self) -> list[BadRow]:
-        return [BadRow(row, *bad) for row, bad in self.bad.items()]
 
     def fingerprint(self) -> dict:
         files = {"shards": self.signatures, "columns": self.columns, "target": self.target}
@@ -122,7 +108,7 @@ class Shards(Source):
         column_of = {extension: _column_of(extension, self.columns) for extension in extensions}
         wanted = [extension for extension, name in column_of.items() if name is not None]
         positions = {extension: numpy.full((len(self), 2), -1, numpy.int64) for extension in wanted}
-        for first, (info, (files,)) in zip(self._offsets[:-1].tolist(), samples, strict=True):
+        for first, (info, (files,)) in zip(self.offsets[:-1].tolist(), samples, strict=True):
             for index, extension in enumerate(info["endings"]):
                 if extension in positions:
                     found = files[files[:, 1] == index]
@@ -179,13 +165,10 @@ class Shards(Source):
         if (begins < 0).any():
             row = int(rows[(begins < 0).argmax()])
             raise BadRow(row, self._where(row), f"it has no file that ends in .{name}")
-        return read_ranges(self.signatures, self._shard_of(rows), begins, ends)
-
-    def _shard_of(self, rows: Any) -> Any:
-        return numpy.searchsorted(self._offsets, rows, "right") - 1
+        return read_ranges(self.signatures, self.file_of(rows), begins, ends)
 
     def _where(self, row: int) -> str:
-        return f"{self.signatures[int(self._shard_of(row))][0]}, {self.keys[row]}"
+        return f"{self.signatures[int(self.file_of(row))][0]}, {self.keys[row]}"
 
 
 def _index_shard(content: memoryview, path: str, tell: ReportBytes) -> tuple[CacheEntry, str | None]:

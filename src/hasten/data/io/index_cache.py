@@ -6,8 +6,9 @@ files without a version. Progress is reported while a large file is read.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy
 
@@ -17,6 +18,7 @@ from hasten.data.io.paths import FileMissingError, file_signature, is_file_error
 from hasten.data.io.range_reader import read_file
 from hasten.data.io.remote import MAX_REQUESTS
 from hasten.data.progress import rate_reporter
+from hasten.data.source import BadRow
 
 MIN_BYTES = 1_000_000  # of the files; the index of smaller ones is not cached
 
@@ -54,19 +56,38 @@ def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[
     return results
 
 
-def rows_of_damage(
-    files: list[str], offsets: numpy.ndarray, reasons: list[str | None], what: str
-) -> dict[int, tuple[str, str]]:
-    """Returns {last row of a damaged file, which stands for what could not be indexed: (file, reason)}. ``offsets`` are
-    the first row of each file, and the end. ConfigurationError if there are no other rows.
+class IndexedFiles:
+    """The rows of indexed files. Of a damaged file the last row is bad, and stands for what could not be indexed.
+
+    ``indices`` are those of the files ``paths``, from ``load_or_build_index``, ``counts`` the numbers of their good
+    rows; ``what`` a row is. ConfigurationError if there are no good rows.
     """
-    last_rows = (offsets[1:] - 1).tolist()
-    bad = {row: (file, why) for file, row, why in zip(files, last_rows, reasons, strict=True) if why is not None}
-    if bad and len(bad) == offsets[-1]:
-        raise FileMissingError(next(iter(bad.values()))[1])
-    if not offsets[-1]:
-        raise ConfigurationError(f"there is no {what} in {', '.join(files[:3])}")
-    return bad
+
+    def __init__(self, paths: list[str], indices: list[tuple], counts: Iterable[int], what: str) -> None:
+        self.signatures: list[list] = [signature for signature, _, _ in indices]
+        reasons = [why for _, _, why in indices]
+        rows = [count + (why is not None) for count, why in zip(counts, reasons, strict=True)]
+        self.offsets = numpy.cumsum([0, *rows])  # first row of each file, and the end
+        damaged = zip((self.offsets[1:] - 1).tolist(), paths, reasons, strict=True)
+        self.bad = {row: (file, why) for row, file, why in damaged if why is not None}
+        self.lost = dict(self.bad.values())  # {file: why}
+        if self.bad and len(self.bad) == len(self):
+            raise FileMissingError(next(iter(self.bad.values()))[1])
+        if not len(self):
+            raise ConfigurationError(f"there is no {what} in {', '.join(paths[:3])}")
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def chunk_offsets(self) -> numpy.ndarray:
+        return self.offsets
+
+    def known_bad_rows(self) -> list[BadRow]:
+        return [BadRow(row, *bad) for row, bad in self.bad.items()]
+
+    def file_of(self, rows: Any) -> Any:
+        """Returns the index of the file of each row."""
+        return numpy.searchsorted(self.offsets, rows, "right") - 1
 
 
 def load_or_compute(key: list, signatures: list[list], compute: Callable[[], CacheEntry]) -> CacheEntry:
