@@ -26,7 +26,7 @@ import torch
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.source import BadRow
-from hasten.data.workers.runners import timeout_message
+from hasten.data.workers import timeout_message
 from hasten.data.workers.shm_transport import SharedBuffer, deserialize, serialize
 from hasten.engine.error_messages import line_in_users_code
 

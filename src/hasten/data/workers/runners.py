@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import RunError
+from hasten.data.workers import timeout_message
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -93,12 +94,6 @@ def runner_of(workers: WorkerConfig, timeout: float | None) -> Runner:
 
         return ProcessRunner(workers, timeout)
     return ThreadRunner(workers, timeout) if workers.threads else InlineRunner(timeout=timeout)
-
-
-def timeout_message(index: int, seconds: float, worker: str) -> str:
-    """Returns the error message for a batch that exceeds the timeout."""
-    hint = "check what it waits for, or raise .prefetch(timeout=)"
-    return f"batch {index} of the epoch was not ready within {seconds:g} s: {worker} hangs; {hint}"
 
 
 def in_threads(runner: Runner) -> bool:
