@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -62,7 +62,9 @@ class Images(Source):
         directory = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
         is_directory = os.path.isdir(directory)
         self.files = (
-            list_directory(directory, SUFFIXES) if is_directory else file_list_of(resolve_paths(paths, SUFFIXES))
+            list_directory(directory, SUFFIXES)
+            if is_directory
+            else file_list_of(resolve_paths(cast(Any, paths), SUFFIXES))
         )
         self.classes: list[str] = []
         self.labels: torch.Tensor | None = None
