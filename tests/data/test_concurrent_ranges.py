@@ -66,7 +66,7 @@ def records(web):
 
 
 def read(records, rows):
-    data, begins, ends = records.data_of(rows)
+    data, begins, ends = records.raw(rows)
     return [data[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
 
 

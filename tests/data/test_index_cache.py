@@ -23,7 +23,7 @@ from hasten.data.formats import webdataset as webdataset_format
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.formats.tfrecord import frame_records
 from hasten.data.io import index_cache, paths, range_reader, remote
-from hasten.data.io.paths import file_signature
+from hasten.data.io.paths import file_signature, mapped_bytes
 from helpers.assertions import same
 from helpers.process import FORK, join_process, start_process
 from helpers.tar_files import npy, pack
@@ -285,9 +285,9 @@ def test_indexing_many_files_reports_rate_and_remaining(web, monkeypatch):
 def test_indexing_one_file_reports_the_position(tmp_path, kind):
     path, reports = written(tmp_path / f"a.{kind}", [*range(1000, 5000)]), []
     if kind == "tfrecord":
-        tfrecord_format._index_file(file_signature(path), reports.append, verify=True)
+        tfrecord_format._index_file(mapped_bytes(str(path)), str(path), reports.append, verify=True)
     else:
-        webdataset_format._index_shard(file_signature(path), reports.append)
+        webdataset_format._index_shard(mapped_bytes(str(path)), str(path), reports.append)
     assert len(reports) > 2 and reports == sorted(reports) and reports[-1] <= path.stat().st_size
 
 

@@ -10,9 +10,8 @@ import torch
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import tfrecord
-from hasten.data.formats.crc32c import masked_crc32c
 from hasten.data.formats.tf_example import encode_example
-from hasten.data.formats.tfrecord import HEAD, Records, frame_records
+from hasten.data.formats.tfrecord import HEAD, Records, frame_records, masked_crc32c
 from hasten.data.source import BadRow
 
 PUBLISHED = {  # RFC 3720, appendix B.4, and the usual check value
@@ -91,7 +90,7 @@ def test_rows_contiguous_scattered_or_repeated(tmp_path, verify):
     paths = [str(tmp_path / "a.tfrecord"), str(tmp_path / "b.tfrecord")]
     for rows in ([*range(5, 20)], [68, 69, 70, 71], [3, 4, 9, 10, 11, 99], [7, 6, 5], [8, 8, 9], [99, 0], []):
         rows = numpy.array(rows, numpy.int64)
-        data, begins, ends = Records(paths, verify).data_of(rows)
+        data, begins, ends = Records(paths, verify).raw(rows)
         assert [data[first:last].tobytes() for first, last in zip(begins, ends, strict=True)] == [
             messages[row] for row in rows
         ]
@@ -105,7 +104,7 @@ def test_index_finds_every_record(tmp_path, lengths):
     records = [rng.bytes(length) for length in lengths]
     (tmp_path / "a.tfrecord").write_bytes(frame_records(records))
     found = Records([str(tmp_path / "a.tfrecord")])
-    data, begins, ends = found.data_of(numpy.arange(len(records)))
+    data, begins, ends = found.raw(numpy.arange(len(records)))
     assert [data[b:e].tobytes() for b, e in zip(begins, ends, strict=True)] == records
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from hasten import ConfigurationError
 from hasten.cli.main import main
 from hasten.data import convert, csv, inspect
-from hasten.datatools import file_sampling
+from hasten.datatools import inspection
 from hasten.reporting.terminal_data import inspect_answer
 from helpers.markers import first_quick
 from helpers.storages import ROWS, damage, mixed_table, numeric_table, write_images, write_table
@@ -74,7 +74,7 @@ def test_inspect_table_that_is_slow_to_decode_recommends_rows(tmp_path):
 
 
 def test_inspect_long_csv_reads_its_first_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("hasten.datatools.file_sampling.SAMPLED_CSV_BYTES", 50_000)
+    monkeypatch.setattr("hasten.datatools.inspection.SAMPLED_CSV_BYTES", 50_000)
     (tmp_path / "in").mkdir()
     pyarrow.csv.write_csv(numeric_table(5000), tmp_path / "in" / "train.csv")
     result = inspect(tmp_path / "in", budget=BUDGET)
@@ -93,8 +93,8 @@ def test_inspect_csv_first_lines_end_at_a_row(tmp_path, monkeypatch):
     (tmp_path / "t.csv").write_text("n,word,m\n" + '1,"two\nlines",2\n' * 50)
     (tmp_path / "head").mkdir()
     for size in range(100, 120):
-        monkeypatch.setattr(file_sampling, "SAMPLED_CSV_BYTES", size)
-        head, _ = file_sampling._head(str(tmp_path / "t.csv"), tmp_path / "head")
+        monkeypatch.setattr(inspection, "SAMPLED_CSV_BYTES", size)
+        head, _ = inspection._head(str(tmp_path / "t.csv"), tmp_path / "head")
         (batch,) = csv(head).batch(50)
         assert set(batch["word"]) == {"two\nlines"}, size
 

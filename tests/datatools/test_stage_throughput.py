@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.source import BadRow
+from hasten.data.source import BadRow, BadRowPolicy
 from hasten.datatools import stage_throughput
 from hasten.datatools.format_detection import formats_at
 from hasten.datatools.row_reader import RowReader

@@ -12,10 +12,9 @@ import torch
 
 from hasten._torch_compat import in_place_version
 from hasten.core.errors import ConfigurationError, format_error
-from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.buffer_pool import acquire
 from hasten.data.io.paths import file_signature, is_remote, plain
-from hasten.data.source import Source, WrappedSource, column_leaves, column_spec, map_columns
+from hasten.data.source import BadRowPolicy, Source, WrappedSource, column_leaves, map_columns
 from hasten.utils.batch import copy_to_device
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -46,7 +45,7 @@ class Arrays(Source):
         """Returns the signatures of files, and a hash of the content of arrays in memory."""
         columns = zip(column_leaves(self.columns), self.signatures, strict=True)
         return {
-            "nesting": column_spec(self.columns),
+            "nesting": str(map_columns(lambda column: 0, self.columns)),
             "columns": [signature or self._content(column) for column, signature in columns],
         }
 

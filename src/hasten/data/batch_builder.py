@@ -18,9 +18,8 @@ import torch
 from torch.utils.data import default_collate
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
-from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.rng import SampleRng, isolated_rng
-from hasten.data.source import BadRow, Source, column_leaves, unbatch
+from hasten.data.source import BadRow, BadRowPolicy, Source, column_leaves, unbatch
 from hasten.utils.rng import derive_seed, get_rng_state, preserve_rng_state
 from hasten.utils.tree import bitwise_equal
 

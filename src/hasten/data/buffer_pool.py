@@ -54,21 +54,12 @@ def _release(size: int, block: numpy.ndarray) -> None:
     blocks = _free.pop(size, None) or deque(maxlen=MAX_BLOCKS_PER_SIZE)
     blocks.append(block)
     _free[size] = blocks
-    while len(_free) > MAX_SIZES or _free_bytes() > MAX_FREE_BYTES:
-        _evict()
-
-
-def _free_bytes() -> int:
-    return sum(size * len(blocks) for size, blocks in list(_free.items()))
-
-
-def _evict() -> None:
-    """Frees one pooled block, of the size to which no block was returned for the longest time."""
-    for size in list(_free)[:1]:
-        try:
-            _free[size].popleft()
-        except (KeyError, IndexError):
-            _free.pop(size, None)  # no block of this size is left
+    while len(_free) > MAX_SIZES or sum(size * len(blocks) for size, blocks in [*_free.items()]) > MAX_FREE_BYTES:
+        for oldest in [*_free][:1]:  # the size to which no block was returned for the longest time
+            try:
+                _free[oldest].popleft()
+            except (KeyError, IndexError):
+                _free.pop(oldest, None)  # no block of this size is left
 
 
 def _rounded(size: int) -> int:

@@ -2,9 +2,6 @@
 
     parquet("train/*.parquet", target="label").shuffle(seed=0).map(f).batch(512)
 
-A batch is a function of (seed, epoch, index): it is the same whether a thread, a process, another rank or a resumed run
-computes it. The position in the data is three integers.
-
 ``map`` before ``batch`` receives one sample at a time; ``map`` after it a whole batch, which is faster. A function that
 needs random numbers has a parameter named ``rng``, a ``SampleRng``, whose numbers depend on the position in the epoch.
 The global generators of torch, NumPy and Python are seeded for every batch; threads share them, so in threads a
@@ -28,10 +25,9 @@ from hasten.core.data import BatchSource, WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.progress import ProgressCallback
 from hasten.data.array_source import SIGNED, Arrays, DeviceArrays
-from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.batch_builder import BatchBuilder, Map, is_builtin, wants_rng
 from hasten.data.sampler import DeterministicBatchSampler
-from hasten.data.source import Source, column_leaves
+from hasten.data.source import BadRowPolicy, Source, column_leaves
 from hasten.data.transforms import runs_on_device
 from hasten.data.validation import at_least, check_int, check_positive
 from hasten.data.workers import runners
@@ -81,12 +77,10 @@ class Pipeline:
     # ---- description
 
     def shuffle(self, seed: int = 0, window: int | None = None) -> Pipeline:
-        """A new random order in every epoch, a function of (seed, epoch).
+        """A new random order in every epoch, a function of (seed, epoch); ``seed`` is at least 0.
 
-        Args:
-            seed: At least 0.
-            window: Mixes only so many chunks (row groups, shards) at a time, for data that are too large to be read
-                in random order; None mixes all rows.
+        ``window`` mixes only so many chunks (row groups, shards) at a time, for data that are too large to be read in
+        random order; None mixes all rows.
         """
         at_least("shuffle(window=)", window, 1, optional=True)
         at_least("shuffle(seed=)", seed, 0)
@@ -111,15 +105,10 @@ class Pipeline:
         return self._restarted(batch_maps=(*self.batch_maps, stage))
 
     def batch(self, size: int, *, drop_last: bool = False, collate: Callable[[list], Any] | None = None) -> Pipeline:
-        """Batches of ``size`` rows. With shards this is the global batch, which the shards divide.
+        """Batches of ``size`` rows, at least 1. With shards this is the global batch, which the shards divide.
 
-        Args:
-            size: Rows of a batch.
-            drop_last: Leaves out the last batch of an epoch if it is shorter.
-            collate: ``(list of samples) -> batch``. Default: like torch's ``default_collate``, with tuples as tuples.
-
-        Raises:
-            ConfigurationError: ``size`` is below 1, or ``collate`` is not callable.
+        ``drop_last`` leaves out the last batch of an epoch if it is shorter. ``collate`` is ``(list of samples) ->
+        batch``; default: like torch's ``default_collate``, with tuples as tuples.
         """
         at_least("batch(size)", size, 1)
         if collate is not None and not callable(collate):
@@ -211,15 +200,7 @@ class Pipeline:
         return replace(self, runner=runners.runner_of(workers, timeout))
 
     def shard(self, num_shards: int, index: int) -> Pipeline:
-        """Part ``index``, from 0, of ``num_shards`` of every batch; all in order are the batch without shards.
-
-        Args:
-            num_shards: Number of shards, at least 1.
-            index: This shard, from 0 to ``num_shards`` - 1.
-
-        Raises:
-            ConfigurationError: ``num_shards`` is below 1, or ``index`` is out of range.
-        """
+        """Part ``index``, from 0, of ``num_shards`` of every batch; all in order are the batch without shards."""
         at_least("shard(num_shards)", num_shards, 1)
         at_least("shard(index)", index, 0)
         if index >= num_shards:
@@ -232,14 +213,7 @@ class Pipeline:
         return replace(self, faults=BadRowPolicy(max_rows))
 
     def to(self, device: str | torch.device) -> Pipeline:
-        """Copies batches to a device; to a GPU from pinned memory, while the step before it runs.
-
-        Args:
-            device: Name or ``torch.device``, such as "cpu", "cuda" or "cuda:1".
-
-        Raises:
-            ConfigurationError: ``device`` is neither, or PyTorch knows no device of this name.
-        """
+        """Copies batches to a device such as "cpu" or "cuda:1"; to a GPU from pinned memory, during the step before."""
         if not isinstance(device, (str, torch.device)):
             raise ConfigurationError(f'to() expects a device name, as in .to("cuda:0"), not {device!r:.80}')
         try:
@@ -272,11 +246,8 @@ class Pipeline:
         return {"seed": self.seed, "epoch": self.position.epoch, "position": self.position.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Makes the next iteration continue at the position of a ``state_dict``.
-
-        Raises:
-            ConfigurationError: ``state`` is no such dict, its seed differs, no batch begins there, or there is no
-                batch size.
+        """Makes the next iteration continue at the position of a ``state_dict``; ConfigurationError for another seed,
+        or if no batch begins there.
         """
         keys = ("seed", "epoch", "position")
         if not isinstance(state, Mapping):
@@ -350,12 +321,8 @@ class Pipeline:
         return recorded if self.device is None else _copy_to_device(recorded, self.device)
 
     def batches(self, batch_size: int, seed: int, training: bool) -> BatchSource:
-        """Returns the batches for the engine. Validation data are never shuffled and keep their own batch size.
-
-        Args:
-            batch_size: Batch size of the run: that of the pipeline, if it has one and no method has changed it.
-            seed: Seed of the run, which is added to the seed of the pipeline.
-            training: Whether these are the training data.
+        """Returns the batches for the engine. Validation data are never shuffled and keep their own batch size. The
+        ``seed`` of the run is added to the seed of the pipeline.
         """
         if training:
             pipeline = self._restarted(batch_size=batch_size, seed=self.seed + seed, runner=self.runner)
@@ -403,11 +370,7 @@ class Pipeline:
         return sum(column.nbytes for column in columns), on_device
 
     def _checked_for_draws(self, build: BatchBuilder, index: int, batches: Iterator) -> Iterator:
-        """Yields the batches, which threads compute, after checking on one that no user function draws random numbers.
-
-        Raises:
-            ConfigurationError: One draws from the global generators, which threads share: every run would differ.
-        """
+        """Yields the batches, which threads compute, after checking on one that no user function draws numbers."""
         thread = runners.ThreadRunner(WorkerConfig(threads=1), self.runner.timeout)
         if any(thread(build.draws, range(index, index + 1))):
             names = " or ".join(getattr(thing, "__name__", type(thing).__name__) for thing in self._user_code())
@@ -420,8 +383,7 @@ class Pipeline:
     def _recorded(self, batches: Iterator) -> Iterator:
         """Yields the batches, and records the bad rows that were skipped for each in ``faults``."""
         for batch, bad in batches:
-            for fault in bad:
-                self.faults.record(fault)
+            self.faults.record(*bad)
             yield batch
             del batch
 
@@ -443,8 +405,7 @@ class Pipeline:
         """Raises RunError if the source knows of more bad rows, before reading, than ``skip_bad_rows`` allows."""
         known = self.source.known_bad_rows()
         if len(known) > self.faults.max_rows:
-            for fault in known:
-                self.faults.record(fault)
+            self.faults.record(*known)
 
     def _seek(self, epoch: int, position: int) -> None:
         self.position.epoch, self.position.position, self.position.begun = epoch, position, False

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 
+from hasten.core.errors import RunError
 from hasten.utils.tree import tree_leaves, tree_map
-
-if TYPE_CHECKING:
-    from hasten.data.bad_rows import BadRowPolicy
 
 
 class Source(ABC):
@@ -32,27 +30,18 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, rows: numpy.ndarray) -> Any:
-        """Returns the columns of the given rows, in the given order. Several threads may call this at once.
-
-        Args:
-            rows: int64, shape (n,), each in [0, len).
-
-        Raises:
-            BadRow: A row cannot be read.
+        """Returns the columns of the given rows (int64, shape (n,), each in [0, len)), in the given order; BadRow if
+        one cannot be read. Several threads may call this at once.
         """
 
     @abstractmethod
     def fingerprint(self) -> dict:
-        """Returns JSON values that change when the rows change: files with sizes and times, columns, options.
-
-        It is the key of a cache of the rows.
+        """Returns JSON values that change when the rows change (files with sizes and times, columns, options): the key
+        of a cache of the rows.
         """
 
     def chunk_offsets(self) -> numpy.ndarray:
-        """Returns the first row of every chunk of rows that are read together (row group, shard), and the end.
-
-        int64, shape (chunks + 1,).
-        """
+        """Returns the first row, int64, of every chunk of rows read together (row group, shard), and the end."""
         return numpy.array([0, len(self)])
 
     def known_bad_rows(self) -> list[BadRow]:
@@ -62,9 +51,7 @@ class Source(ABC):
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         """Called before every epoch in the process that iterates, to fill a cache or to reopen changed files.
 
-        Args:
-            runner: Computes work items in threads or processes; see ``workers/runners.py``.
-            faults: The limit of bad rows, which counts those found here.
+        ``runner`` computes work items in threads or processes (``workers/runners.py``); ``faults`` counts bad rows.
         """
         return
 
@@ -89,13 +76,10 @@ class WrappedSource(Source):
 
 
 class BadRow(Exception):  # noqa: N818  # skipping it is no error
-    """A row cannot be read. The pipeline turns it into a RunError, or skips the row.
+    """Row ``row`` cannot be read. The pipeline turns it into a RunError, or skips the row.
 
-    Attributes:
-        row: Index of the row.
-        where: File and position in it.
-        why: The reason.
-        rows: All of the requested rows that cannot be read for this reason, including ``row``.
+    ``where`` is the file and the position in it, ``why`` the reason, ``rows`` all of the requested rows that cannot be
+    read for this reason, including ``row``.
     """
 
     def __init__(self, row: int, where: str, why: str, rows: Iterable[int] = ()) -> None:
@@ -105,6 +89,56 @@ class BadRow(Exception):  # noqa: N818  # skipping it is no error
 
     def __reduce__(self) -> tuple:
         return type(self), (self.row, self.where, self.why, self.rows)  # worker processes pickle it
+
+
+class BadRowPolicy:
+    """Counts the bad rows of a pipeline, each row once, however often it is read."""
+
+    def __init__(self, max_rows: int = 0) -> None:
+        self.max_rows = max_rows  # how many rows may be skipped; 0 makes the first bad row an error
+        self.found: dict[int, BadRow] = {}  # index of a skipped row -> its error
+
+    def readable(self, source: Source, rows: numpy.ndarray) -> tuple[Any, numpy.ndarray, list[BadRow]]:
+        """Returns (columns of the readable rows, None if there are none; their indices; errors of the bad rows).
+        RunError if more than ``max_rows`` of these rows are bad.
+        """
+        bad: list[BadRow] = []
+        if self.found:  # do not read known bad rows: each error would make the good rows be read once more
+            known = numpy.fromiter((row in self.found for row in rows.tolist()), bool, len(rows))
+            bad, rows = [self.found[row] for row in rows[known].tolist()], rows[~known]
+        while len(rows):
+            try:
+                return source.read(rows), rows, bad
+            except BadRow as fault:
+                lost = numpy.isin(rows, fault.rows)
+                bad += [BadRow(row, fault.where, fault.why) for row in rows[lost].tolist()] or [fault]
+                rows = rows[~lost]
+                if len(bad) > self.max_rows:
+                    raise self.failure(bad[self.max_rows]) from fault
+        return None, rows, bad
+
+    def record(self, *faults: BadRow) -> None:
+        """Counts skipped rows, each once however often it is read; RunError if they are more than ``max_rows``."""
+        for fault in faults:
+            self.found[fault.row] = fault
+            if len(self.found) > self.max_rows:
+                raise self.failure(fault)
+
+    def listed(self) -> list[dict]:
+        """Returns the skipped rows in ascending order as JSON values: {"row", "where", "why"}."""
+        return [{"row": row, "where": fault.where, "why": fault.why} for row, fault in sorted(self.found.items())]
+
+    def restore(self, rows: Iterable[dict]) -> None:
+        """Replaces the skipped rows by those that ``listed`` returned in an earlier run."""
+        self.found = {row["row"]: BadRow(**row) for row in rows}
+
+    def failure(self, fault: BadRow) -> RunError:
+        """Returns the error for the bad row with which the limit ``max_rows`` is exceeded."""
+        if not self.max_rows:
+            how = ".skip_bad_rows(max_rows=10) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data"
+            return RunError(f"{fault}; repair it, or allow bad rows to be skipped: {how}")
+        limit = f"it is bad row number {self.max_rows + 1}, and max_rows={self.max_rows} may be skipped"
+        return RunError(f"{fault}; {limit}")
 
 
 def refuse_bad(rows: numpy.ndarray, bad: Mapping[int, tuple[str, str]]) -> None:
@@ -139,11 +173,6 @@ def length_of(columns: Any) -> int:
 def column_leaves(columns: Any) -> list[torch.Tensor | list]:
     """Returns the tensors and lists in nested columns (tuples, dicts), in order."""
     return tree_leaves(columns, _is_column)
-
-
-def column_spec(columns: Any) -> str:
-    """Returns the nesting and names of the columns, in order, as text: ``{'a': (0, 0), 'b': 0}``."""
-    return str(map_columns(lambda column: 0, columns))
 
 
 def map_columns(function: Callable[[Any], Any], columns: Any) -> Any:

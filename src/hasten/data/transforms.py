@@ -1,9 +1,9 @@
 """Augmentation of whole batches of images: ``.batch(512).map(random_crop(4, mirror=True)).map(normalize(mean, std))``.
 
-These functions are for ``Pipeline.map`` after ``batch``. They transform the batch, or the first part of a tuple. Images
-keep their dtype until ``normalize`` writes floats, and all results are written into reused memory, because fresh memory
-would take longer than the computation. Where the samples lie on a GPU, the same functions compute there: with the same
-random numbers, and to the same bits but for the rounding of ``normalize``.
+These functions are for ``Pipeline.map`` after ``batch``. They transform the batch, or the first part of a tuple. All
+results are written into reused memory, because fresh memory would take longer than the computation. Where the samples
+lie on a GPU, they compute there: with the same random numbers, and to the same bits but for the rounding of
+``normalize``.
 
 A crop does not pad images. Images lie one after the other in memory, so a crop is the same number of values from
 another start: one copy per image. Values that come from a neighboring row or image are then set to zero.

@@ -21,9 +21,8 @@ from hasten.data.io.metadata_cache import default_directory
 from hasten.data.source import BadRow
 from hasten.datatools.format_detection import FORMATS
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.shard_plan import ShardPlan
 from hasten.datatools.stage_throughput import repeated_stage_rates
-from hasten.datatools.writers import WRITERS
+from hasten.datatools.writers import WRITERS, ShardPlan
 from hasten.engine.error_messages import translate_disk_errors
 
 MIN_GAIN = 1.2  # speedup; less does not justify a conversion
@@ -50,18 +49,11 @@ def better_storages(
 ) -> list[dict]:
     """Returns the formats that would be faster, the fastest first.
 
-    Args:
-        reader: Reads the data as they are, images of one size.
-        before: Measurements of rows/s into batches.
-        total: Rows of all files.
-        disk: Bytes/s, if every epoch reads from the disk; None if the data stay in memory.
-        budget: Seconds.
-        on_progress: Progress callback.
-
-    Returns:
-        For each format ``{"to", "resize", "fill" (value for --fill if numbers are missing), "rows_per_second" on one
-        core, "gain" (speedup, from the medians), "low" and "high" (from the most distant measurements; None with a
-        single one), "bytes" of all rows}``.
+    ``reader`` reads the data as they are, images of one size; ``before`` are measurements of rows/s into batches;
+    ``total`` is the rows of all files; ``disk`` bytes/s, None if the data stay in memory; ``budget`` seconds. A format
+    is ``{"to", "resize", "fill" (value for --fill if numbers are missing), "rows_per_second" on one core, "gain"
+    (speedup, from the medians), "low" and "high" (from the most distant measurements; None with a single one), "bytes"
+    of all rows}``.
     """
     kind, resize = reader.kind.name, side_of(reader.resize)
     candidates = [to for to in CANDIDATES.get(kind, ()) if resize or (kind, to) != ("webdataset", "webdataset")]
@@ -78,8 +70,19 @@ def better_storages(
                 row_bytes, rates = _try_format(sample, to, directory / to, seconds)
                 after = [limit_by_disk(rate, row_bytes, disk) for rate in rates]
                 fill = 0 if to == "rows" and _has_missing_values(sample) else None
-                gain = {"rows_per_second": median(after), **_unpaired_gain(before, after)}
-                results.append({"to": to, "resize": resize, "fill": fill, **gain, "bytes": round(row_bytes * total)})
+                several = len(before) > 1 or len(after) > 1
+                results.append(
+                    {
+                        "to": to,
+                        "resize": resize,
+                        "fill": fill,
+                        "rows_per_second": median(after),
+                        "gain": median(after) / median(before),
+                        "low": min(after) / max(before) if several else None,
+                        "high": max(after) / min(before) if several else None,
+                        "bytes": round(row_bytes * total),
+                    }
+                )
     return sorted((result for result in results if result["gain"] >= MIN_GAIN), key=lambda result: -result["gain"])
 
 
@@ -91,12 +94,6 @@ def limit_by_disk(rate: float, row_bytes: float, disk: float | None) -> float:
 def side_of(resize: int | tuple[int, int] | None) -> int | None:
     """Returns the side in pixels for ``--resize``, from a side or (height, width); None: no resizing."""
     return resize if isinstance(resize, int) else None
-
-
-def _unpaired_gain(before: Sequence[float], after: Sequence[float]) -> dict:
-    several = len(before) > 1 or len(after) > 1
-    low, high = (min(after) / max(before), max(after) / min(before)) if several else (None, None)
-    return {"gain": median(after) / median(before), "low": low, "high": high}
 
 
 def _sample(reader: RowReader, rate: float, seconds: float) -> RowReader:

@@ -4,34 +4,36 @@ The output directory contains the data and ``conversion.json``: the settings, th
 complete part, and the skipped rows. A killed conversion resumes with the first part that is not listed there.
 """
 
+import fcntl
 import hashlib
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.source import BadRow
+from hasten.data.source import BadRow, BadRowPolicy
 from hasten.datatools.format_detection import (
+    MANIFEST,
     SKIPPED,
     StorageFormat,
     class_names,
     count_by_title,
     formats_at,
+    load_manifest,
     select_openable,
 )
-from hasten.datatools.output_lock import lock_output, remove_output, save_manifest, write_atomically
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.shard_plan import ReportRows, ShardPlan, Writer
-from hasten.datatools.writers import WRITERS
-from hasten.engine.error_messages import translate_disk_errors
+from hasten.datatools.writers import PART, WRITERS, ReportRows, ShardPlan, Writer, fsync
+from hasten.engine.error_messages import translate_disk_errors, writable
 
 FORMAT = 2  # version of the output: increase it with every change that changes the files
 PART_BYTES = 256_000_000  # of the original in one part, by default
 RESUME_ADVICE = "complete parts stay there; free some space, and start the same command again to resume"
+MANIFEST_TYPES = {"settings": dict, "parts done": list, "skipped_rows": list}
 TARGET_FORMATS = {  # of each format
     **dict.fromkeys(("parquet", "feather", "csv"), ("parquet", "feather", "tfrecord", "rows")),
     "tfrecord": ("parquet", "feather", "rows"),
@@ -85,7 +87,9 @@ def convert(
     start = perf_counter()
     (kind, files), *others = formats_at(path)
     _check_request(kind, to, target, fill, {"resize": resize, "shards": shards, "max_bad_rows": max_bad_rows})
-    _check_outside(Path(out), Path(path))
+    if Path(path).is_dir() and Path(out).resolve().is_relative_to(Path(path).resolve()):
+        problem = "where it would be read as a part of the original"
+        raise ConfigurationError(f"{out} is inside {path}, {problem}; choose another --out")
     files, skipped_files = select_openable(kind, files, max_bad_rows or 0)
     where = str(path) if kind.name == "images" else files
     faults = BadRowPolicy((max_bad_rows or 0) - len(skipped_files))
@@ -93,7 +97,7 @@ def convert(
     size = sum(size for _, size, _ in reader.signatures())
     plan = ShardPlan(reader, Path(out), _num_parts(reader, shards, size))
     settings = {"format": FORMAT, "to": to, "parts": plan.parts, "max_bad_rows": max_bad_rows, **_settings(reader)}
-    with lock_output(plan.directory, settings) as manifest:
+    with _lock_output(plan.directory, settings) as manifest:
         plan.done, manifest["skipped files"] = manifest["parts done"], skipped_files
         faults.restore(manifest["skipped_rows"])
         written = 0 if "finished" in manifest else _write_missing(to, plan, manifest, on_progress)
@@ -112,7 +116,7 @@ def convert(
         "files": [file.name for file in output_files],
         "bytes_before": size,
         "bytes": sum(file.stat().st_size for file in output_files),
-        "digest": _join_digests([digest for _, digest in plan.done]),
+        "digest": _hash("".join(digest for _, digest in plan.done)),
         "verified": True,
         "classes": manifest["classes"],
         "others": count_by_title(others),
@@ -140,14 +144,13 @@ def _write_missing(to: str, plan: ShardPlan, manifest: dict, on_progress: Progre
             return _write_parts(writer, plan, manifest, on_progress)
     except ConfigurationError:
         if not plan.done:
-            remove_output(plan.directory)
+            _remove_output(plan.directory)
             with suppress(OSError):
                 plan.directory.rmdir()
         raise
     except BadRow as bad_row:
-        raise RunError(
-            f"{bad_row}; repair it, or remove it, and start again, or skip some bad rows: --max-bad-rows 10"
-        ) from None
+        advice = "repair it, or remove it, and start again, or skip some bad rows: --max-bad-rows 10"
+        raise RunError(f"{bad_row}; {advice}") from None
 
 
 def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, on_progress: ProgressCallback) -> int:
@@ -158,23 +161,22 @@ def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, on_progress: P
         nonlocal written
         written += more
         rate = written / max(perf_counter() - start, 1e-9)
-        on_progress(
-            f"converting, {rate:,.0f} rows/s", (first + written) / rows, (rows - first - written) / max(rate, 1e-9)
-        )
+        done = first + written
+        on_progress(f"converting, {rate:,.0f} rows/s", done / rows, (rows - done) / max(rate, 1e-9))
 
     try:
         for part in range(len(plan.done), plan.parts):
             _write_part(part, writer, plan, manifest, report)
     finally:
         if skipped := manifest["skipped files"] + plan.reader.faults.listed():  # also if the conversion failed
-            write_atomically(plan.directory / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
+            _write_atomically(plan.directory / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
     if _settings(plan.reader)["original"] != manifest["settings"]["original"]:
         advice = "choose another --out, and start again when no process writes to the original"
         raise RunError(f"the original changed while it was converted; {advice}")
     is_plain_table = plan.reader.kind.is_table and plan.reader.target is None
     classes = None if is_plain_table else class_names(plan.reader.source, plan.reader.files)
     manifest |= writer.finish() | {"classes": classes, "finished": True}
-    save_manifest(plan.directory, manifest)
+    _save_manifest(plan.directory, manifest)
     return written
 
 
@@ -190,22 +192,13 @@ def _write_part(part: int, writer: Writer, plan: ShardPlan, manifest: dict, repo
         raise RunError(f"part {part} of {plan.directory} differs from what was written; {remedy}")
     plan.done.append((actual.rows, actual.hexdigest()))
     manifest["skipped_rows"] = skipped
-    save_manifest(plan.directory, manifest)
+    _save_manifest(plan.directory, manifest)
 
 
 def _settings(reader: RowReader) -> dict:
     settings = reader.fingerprint()
-    files = hashlib.blake2b(json.dumps(settings.pop("files")).encode(), digest_size=16).hexdigest()
-    return {**settings, "original": files}
-
-
-def _check_outside(out: Path, path: Path) -> None:
-    """ConfigurationError if the output directory is inside the directory that is converted."""
-    if os.path.isdir(path) and os.path.join(os.path.realpath(out), "").startswith(
-        os.path.join(os.path.realpath(path), "")
-    ):
-        advice = "choose another --out"
-        raise ConfigurationError(f"{out} is inside {path}, where it would be read as a part of the original; {advice}")
+    original = _hash(json.dumps(settings.pop("files")))
+    return {**settings, "original": original}
 
 
 def _check_request(
@@ -234,17 +227,86 @@ def _check_request(
 
 def _opening_code(to: str, manifest: dict, directory: Path, resize: int | None) -> str:
     """The Python expression that opens the output, such as ``parquet("out/*.parquet")``, for the user."""
-    if to == "webdataset" and resize:
-        return f'webdataset("{directory}", resize={resize})'
-    if to == "webdataset":
-        return f'webdataset("{directory}")'
     if to != "rows":
-        return f'{to}("{directory}")'
+        option = f", resize={resize}" if to == "webdataset" and resize else ""
+        return f'{to}("{directory}"{option})'
     if manifest["is_tuple"] or len(manifest["files"]) == 1:
         return f"arrays({', '.join(repr(str(directory / file)) for file in manifest['files'])})"
     name, file = next(iter(manifest["columns"].items()))
     return f"arrays({{{name!r}: {str(directory / file)!r}, ...}})"
 
 
-def _join_digests(digests: list[str]) -> str:
-    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# ---- output directory
+
+
+@contextmanager
+def _lock_output(directory: Path, settings: dict) -> Iterator[dict]:
+    """Locks the output directory and yields its manifest. The lock is ``flock`` on the directory itself: a lock file
+    would stay among the files. ConfigurationError if the directory cannot be written to or is not of this conversion.
+    """
+    with writable(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(directory, os.O_RDONLY)
+    try:
+        with writable(directory):
+            manifest = _lock_and_load(handle, directory, settings)
+        yield manifest
+    finally:
+        os.close(handle)
+
+
+def _lock_and_load(handle: int, directory: Path, settings: dict) -> dict:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        message = f"another process converts into {directory}; wait for it, or choose another --out"
+        raise ConfigurationError(message) from None
+    manifest = load_manifest(str(directory))
+    if not all(isinstance(manifest.get(name), kind) for name, kind in MANIFEST_TYPES.items()):  # none, or damaged
+        if any(not name.endswith(PART) for name in os.listdir(directory)):
+            raise ConfigurationError(f"{directory} is not empty and contains no conversion; choose another --out")
+        _remove_output(directory)
+        manifest = {"settings": settings, "parts done": [], "skipped_rows": []}
+    else:
+        _check_same_settings(directory, manifest["settings"], settings)
+    if "finished" not in manifest:
+        _save_manifest(directory, manifest)
+    return manifest
+
+
+def _check_same_settings(directory: Path, old: dict, new: dict) -> None:
+    for name, value in new.items():
+        before = old.get(name)
+        if before != value and not (before != before and value != value):  # NaN equals NaN here
+            difference = f"{name.replace('_', ' ')} {before}, not {value}"
+            if name == "original":
+                difference = "the original has changed since"
+            raise ConfigurationError(f"{directory} contains another conversion ({difference}); choose another --out")
+
+
+def _save_manifest(directory: Path, manifest: dict) -> None:
+    """Writes conversion.json into the output directory."""
+    _write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Writes a temporary file and renames it to ``path``: a reader finds the old or the new text, never a part."""
+    temporary = path.with_name(f"{path.name}{PART}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            fsync(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _remove_output(directory: Path) -> None:
+    """Removes the files that a conversion wrote to ``directory``, because it cannot be resumed."""
+    for path in (*directory.glob(f"*{PART}"), directory / MANIFEST, directory / SKIPPED):
+        path.unlink(missing_ok=True)

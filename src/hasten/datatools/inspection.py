@@ -4,6 +4,8 @@ Everything is measured on these data: some of them are read from the disk, decod
 formats and read back. No file is left behind; the page cache of the measured files is dropped once.
 """
 
+import gzip
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,23 +16,31 @@ import numpy
 import psutil
 import torch
 
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, format_error
 from hasten.core.progress import ProgressCallback, no_progress
-from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.table_files import MEMORY_FRACTION
 from hasten.data.formats.webdataset import IMAGE_TYPES
-from hasten.data.io.paths import is_remote
-from hasten.data.source import BadRow
+from hasten.data.io.paths import file_signature, is_remote, open_file
+from hasten.data.source import BadRow, BadRowPolicy
 from hasten.data.validation import at_least
 from hasten.datatools.advice import better_storages, limit_by_disk, side_of, temporary_directory
-from hasten.datatools.file_sampling import sample_files
-from hasten.datatools.format_detection import class_names, count_by_title, flatten_columns, formats_at, select_openable
+from hasten.datatools.format_detection import (
+    StorageFormat,
+    class_names,
+    count_by_title,
+    flatten_columns,
+    formats_at,
+    select_openable,
+)
 from hasten.datatools.row_reader import CHUNK, RowReader, signature_or_reason
 from hasten.datatools.stage_throughput import read_rates, repeated_stage_rates
 
 MAX_SIDE = 256  # pixels; larger images are measured resized to squares of this side
 PROBED_IMAGES = 16  # examined to find out whether all have one size
 MAX_COUNTED = 10_000  # files whose sizes are added up; of more files, a sample is extrapolated
+SAMPLED_BYTES = 256_000_000  # of files without an index
+SAMPLED_CSV_BYTES = 16_000_000
+MAX_QUOTED_BYTES = 1_000_000  # of a quoted string that contains line breaks
 BUDGET_SHARES = {"disk": 0.1, "stages": 0.2, "storages": 0.6}
 
 
@@ -74,9 +84,10 @@ def inspect(
     (kind, files), *others = formats_at(path)
     files, skipped_files = select_openable(kind, files, max_bad_rows or 0)
     faults = BadRowPolicy((max_bad_rows or 0) - len(skipped_files))
-    size = _total_bytes(files, faults)
+    counted = files[:: -(-len(files) // MAX_COUNTED)]
+    size = round(sum(signature_or_reason(file, faults)[1] for file in counted) * len(files) / len(counted))
     with temporary_directory() as directory:
-        sample, sample_bytes = sample_files(kind, files, directory)
+        sample, sample_bytes = _sample_files(kind, files, directory)
         fraction = 1.0 if sample_bytes is None else sample_bytes / size
         where = str(path) if kind.name == "images" else sample
         fill = 0 if kind.is_table else None  # which numbers are missing does not change the speed
@@ -133,23 +144,14 @@ def _add_advice(
     bandwidth = None if result["in_memory"] else speed["disk"] or speed["network"]
     if reader.kind.is_table and rows * CHUNK / reader.chunk < psutil.virtual_memory().available * MEMORY_FRACTION:
         result["passes"] = "first"
-    result["limit"] = _slowest_stage(speed, row_bytes, {"disk" if is_local else "network": bandwidth})
+    seconds = {name: 1 / speed[name] for name in ("decode", "copy") if speed[name]}  # of each stage, for a row
+    if bandwidth:
+        seconds["disk" if is_local else "network"] = row_bytes / bandwidth
+    result["limit"] = max(seconds, key=lambda name: seconds[name])
     before = [limit_by_disk(rate, row_bytes, bandwidth) for rate in rates]
     disk = bandwidth if is_local else None  # a converted copy would be on this machine
-    seconds = min(left, BUDGET_SHARES["storages"] * budget)
-    result["storages"] = better_storages(reader, before, rows, disk, seconds, on_progress)
-
-
-def _slowest_stage(speed: dict[str, float], row_bytes: float, bandwidths: dict[str, float | None]) -> str:
-    """Name of the slowest stage; ``bandwidths``: bytes/s of disk and network, None if not read every epoch."""
-    seconds = {name: 1 / speed[name] for name in ("decode", "copy") if speed[name]}
-    seconds |= {name: row_bytes / bandwidth for name, bandwidth in bandwidths.items() if bandwidth}
-    return max(seconds, key=lambda name: seconds[name])
-
-
-def _total_bytes(files: list[str], faults: BadRowPolicy) -> int:
-    sample = files[:: -(-len(files) // MAX_COUNTED)]
-    return round(sum(signature_or_reason(file, faults)[1] for file in sample) * len(files) / len(sample))
+    left = min(left, BUDGET_SHARES["storages"] * budget)
+    result["storages"] = better_storages(reader, before, rows, disk, left, on_progress)
 
 
 def _with_common_size(reader: RowReader) -> RowReader:
@@ -157,23 +159,16 @@ def _with_common_size(reader: RowReader) -> RowReader:
     if reader.kind.name not in ("images", "webdataset") or not reader.rows:
         return reader
     rows = numpy.unique(numpy.linspace(0, reader.rows - 1, PROBED_IMAGES).astype(numpy.int64))
-    sizes = {tuple(image.shape[1:]) for image in _images(reader, rows)}
+    try:
+        columns = flatten_columns(reader.read(reader.source, rows) or {}, reader.kind)
+    except BadRow:  # measuring reports that
+        return reader
+    named = (column for name, column in columns.items() if name == "images" or name.rpartition(".")[2] in IMAGE_TYPES)
+    sizes = {tuple(image.shape[1:]) for image in next(named, ())}
     if not sizes:
         return reader
     size = sizes.pop()
     return replace(reader, resize=size if not sizes and max(size) <= MAX_SIDE else MAX_SIDE)
-
-
-def _images(reader: RowReader, rows: numpy.ndarray) -> list[torch.Tensor]:
-    """The images in some rows; empty if there are none, or if a row cannot be read (measuring reports that)."""
-    try:
-        columns = reader.read(reader.source, rows)
-    except BadRow:
-        columns = None
-    for name, column in ({} if columns is None else flatten_columns(columns, reader.kind)).items():
-        if name == "images" or name.rpartition(".")[2] in IMAGE_TYPES:
-            return column
-    return []
 
 
 def _type_name(column: Any) -> str:
@@ -187,3 +182,45 @@ def _type_name(column: Any) -> str:
     if isinstance(first, (str, bytes)):
         return "text" if isinstance(first, str) else "bytes"
     return f"lists of {type(first).__name__}"
+
+
+def _sample_files(kind: StorageFormat, files: list[str], directory: Path) -> tuple[list[str], int | None]:
+    """(files to measure, bytes of the originals in them or None for all): not all if opening them takes long. The first
+    lines of a large CSV file may be written to a file in ``directory``.
+    """
+    if kind.has_index:
+        return files, None
+    sample, size = [], 0
+    for file in files:
+        sample.append(file)
+        size += file_signature(file)[1]
+        if size > SAMPLED_BYTES:
+            break
+    if kind.name == "csv" and size > SAMPLED_CSV_BYTES:
+        head, size = _head(files[0], directory)
+        return [head], size
+    return sample, None if sample == files else size
+
+
+def _head(file: str, directory: Path) -> tuple[str, int]:
+    """(path of a copy of the first lines, bytes that they take in the original); ConfigurationError if truncated."""
+    with open_file(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
+        try:
+            lines = content.read(SAMPLED_CSV_BYTES)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ConfigurationError(f"{file} is not a complete CSV file: {format_error(error)}") from None
+        size = raw.tell()
+    path = directory / Path(file).name.removesuffix(".gz")
+    path.write_bytes(_complete_lines(lines))
+    return str(path), size
+
+
+def _complete_lines(lines: bytes) -> bytes:
+    """Cuts CSV text behind its last line break outside quotes (quotes count for MAX_QUOTED_BYTES at most)."""
+    last = end = lines.rfind(b"\n") + 1
+    inside = lines.count(b'"', 0, end) % 2
+    while inside and last - end < MAX_QUOTED_BYTES:
+        begin = lines.rfind(b"\n", 0, end - 1) + 1
+        inside ^= lines.count(b'"', begin, end) % 2
+        end = begin
+    return lines[: last if inside else end]

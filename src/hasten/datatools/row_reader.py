@@ -4,6 +4,7 @@
 ``samples`` the files of a tar archive: a key, and bytes for each file ending.
 """
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -14,17 +15,16 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError, RunError
-from hasten.data.bad_rows import BadRowPolicy
-from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
+from hasten.data.formats.decoding import PIXELS, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import file_signature
 from hasten.data.io.range_reader import read_ranges
-from hasten.data.source import BadRow, Source, length_of
-from hasten.datatools.encoders import arrow_table, jpeg
+from hasten.data.source import BadRow, BadRowPolicy, Source, length_of
 from hasten.datatools.format_detection import StorageFormat, flatten_columns, open_pipeline
 
 CHUNK = 16_000_000  # bytes of rows in memory at a time
+QUALITY = 90  # of JPEG files, from 0 to 100
 PROBED_ROWS = 4  # read to estimate the size of a row
 MIN_SIZE = (1, 1)  # pixels: decoding to this size verifies all of an image at the least cost
 
@@ -103,8 +103,7 @@ class RowReader:
         if not self.faults.max_rows:
             return source.read(rows)
         columns, _, bad_rows = self.faults.readable(source, rows)
-        for bad_row in bad_rows:
-            self.faults.record(bad_row)
+        self.faults.record(*bad_rows)
         return columns
 
     def _skip(self, bad_row: BadRow) -> None:
@@ -127,21 +126,16 @@ class RowReader:
             yield from map(arrow_table, self.columns(first, last))
             return
         for chunk, (begin, end) in enumerate(pairwise(self.source.chunk_offsets().tolist())):
-            rows = range(max(first, begin), min(last, end))
-            table = self._readable_chunk(chunk, rows) if rows else None
-            if table is not None:
-                table = table.slice(rows.start - begin, len(rows))
-                step = max(1, CHUNK * len(table) // max(1, table.nbytes))
-                yield from (table.slice(row, step) for row in range(0, len(table), step))
-
-    def _readable_chunk(self, chunk: int, rows: range) -> Any:
-        """A chunk (row group, record batch) as an Arrow table; None if it is damaged and its ``rows`` are skipped."""
-        try:
-            return self._chunk(chunk)
-        except BadRow as bad_row:
-            for row in rows:
-                self._skip(BadRow(row, bad_row.where, bad_row.why))
-            return None
+            if not (rows := range(max(first, begin), min(last, end))):
+                continue
+            try:
+                table = self._chunk(chunk).slice(rows.start - begin, len(rows))
+            except BadRow as bad_row:
+                for row in rows:
+                    self._skip(BadRow(row, bad_row.where, bad_row.why))
+                continue
+            step = max(1, CHUNK * len(table) // max(1, table.nbytes))
+            yield from (table.slice(row, step) for row in range(0, len(table), step))
 
     @cached_property
     def _chunk(self) -> Callable:
@@ -198,24 +192,15 @@ class RowReader:
             if last in IMAGE_TYPES:
                 location = where if self.kind.name == "images" else f"{where}.{ending}"
                 try:
-                    if self.resize is None:
-                        _check_decodable(row, location, content)
-                    else:
-                        (image,) = decode_images([row], [location], iter([content]), size_of(self.resize), PIXELS)
+                    size = size_of(MIN_SIZE if self.resize is None else self.resize)
+                    (image,) = decode_images([row], [location], iter([content]), size, PIXELS)
+                    if self.resize is not None:
                         ending, content = f"{stem}.jpg".lstrip("."), jpeg(image)
                 except BadRow as bad_row:
                     self._skip(bad_row)
                     return None
             encoded[ending] = content
         return key, encoded
-
-
-def _check_decodable(row: int, where: str, content: bytes) -> None:
-    """Raises BadRow if an image that is stored unchanged cannot be decoded."""
-    try:
-        decode_image(content, PIXELS, MIN_SIZE)
-    except ValueError as error:
-        raise BadRow(row, where, str(error)) from None
 
 
 def signature_or_reason(file: str, faults: BadRowPolicy) -> list:
@@ -243,3 +228,56 @@ def _num_bytes(value: Any) -> int:
     if isinstance(value, (bytes, str)):
         return len(value)
     return sum(map(_num_bytes, value)) if isinstance(value, list) else 64
+
+
+# ---- encoders
+
+
+def jpeg(image: torch.Tensor) -> bytes:
+    """Encodes an image, uint8, shape (3, height, width), as a JPEG file; ConfigurationError without Pillow."""
+    pixels = numpy.ascontiguousarray(image.permute(1, 2, 0).numpy())
+    try:
+        from simplejpeg import encode_jpeg
+
+        return encode_jpeg(pixels, quality=QUALITY, colorspace="RGB", colorsubsampling="420")
+    except ImportError:
+        try:
+            from PIL import Image
+        except ImportError:
+            raise ConfigurationError("writing JPEG files requires Pillow: pip install 'hasten[images]'") from None
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "JPEG", quality=QUALITY)
+        return file.getvalue()
+
+
+def arrow_table(columns: dict) -> Any:
+    """Converts {name: tensor or list} to an Arrow table; ConfigurationError for values or a dtype that no format
+    stores.
+    """
+    import pyarrow as pa
+
+    return pa.table({name: _arrow(name, column) for name, column in columns.items()})
+
+
+def _arrow(name: str, column: Any) -> Any:
+    import pyarrow as pa
+
+    if isinstance(column, torch.Tensor):
+        array = pa.array(_to_numpy(name, column).reshape(-1))
+        for size in reversed(column.shape[1:]):
+            array = pa.FixedSizeListArray.from_arrays(array, size)
+        return array
+    if column and isinstance(column[0], torch.Tensor):
+        offsets = pa.array(numpy.cumsum([0, *map(len, column)]), pa.int64())
+        return pa.LargeListArray.from_arrays(offsets, pa.array(_to_numpy(name, torch.cat(column))))
+    if not all(isinstance(value, (bytes, str)) for value in column):
+        raise ConfigurationError(f"column {name!r} holds {type(column[0]).__name__}s, which a table cannot store")
+    return pa.array(column, pa.large_binary() if column and isinstance(column[0], bytes) else pa.large_string())
+
+
+def _to_numpy(name: str, column: torch.Tensor) -> numpy.ndarray:
+    try:
+        return column.numpy()
+    except TypeError:
+        problem = f"column {name!r} holds {column.dtype}, which no file format here supports"
+        raise ConfigurationError(f"{problem}; store float32 or float16") from None

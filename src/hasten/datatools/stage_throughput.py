@@ -45,9 +45,10 @@ def read_rates(files: list[str], seconds: float = 2.0) -> dict[str, list[float] 
 def repeated_stage_rates(reader: RowReader, seconds: float) -> dict[str, list[float] | None]:
     """Repeats ``stage_rates`` within ``seconds``; measures once if repeating would take much longer."""
     start = time.perf_counter()
-    results = [stage_rates(reader, seconds / REPEATS)]
-    if REPEATS * (time.perf_counter() - start) <= OVERTIME * (seconds + REPEATS * COPY_SECONDS):
-        results += [stage_rates(reader, seconds / REPEATS) for _ in range(REPEATS - 1)]
+    with warnings.catch_warnings(action="ignore", category=HastenWarning):  # about decoding whole runs for a few rows
+        results = [stage_rates(reader, seconds / REPEATS)]
+        if REPEATS * (time.perf_counter() - start) <= OVERTIME * (seconds + REPEATS * COPY_SECONDS):
+            results += [stage_rates(reader, seconds / REPEATS) for _ in range(REPEATS - 1)]
     return {name: [rates[name] for rates in results if rates[name]] or None for name in results[0]}
 
 
@@ -58,11 +59,6 @@ def stage_rates(reader: RowReader, seconds: float) -> dict[str, Any]:
     (both); None for a stage that the format does not have. BadRow if a row cannot be read and none may be skipped,
     RunError if more cannot be read than may be skipped.
     """
-    with warnings.catch_warnings(action="ignore", category=HastenWarning):  # about decoding whole runs for a few rows
-        return _stage_rates(reader, seconds)
-
-
-def _stage_rates(reader: RowReader, seconds: float) -> dict[str, Any]:
     start = time.process_time()
     source = reader.open()
     opening, read = time.process_time() - start, partial(reader.read, source)

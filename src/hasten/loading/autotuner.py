@@ -52,9 +52,8 @@ class SearchSpace:
             math.ceil(min(work / stats.step_s, self.cores)) if stats.step_s else self.cores
         )  # so that no step waits
         most = max(count + 1, enough)
-        sizes = [
-            size for size in dict.fromkeys((most, (count + most + 1) // 2, count + 1)) if size <= max(1, self.cores)
-        ]
+        sizes = dict.fromkeys((most, (count + most + 1) // 2, count + 1))
+        sizes = [size for size in sizes if size <= max(1, self.cores)]
         found = [_worker_config(kind, size, prefetch) for size in sizes for kind in kinds]
         if count:
             found += [_worker_config(kind, count, prefetch) for kind in kinds[1:]]
@@ -69,15 +68,11 @@ class SearchSpace:
 class LoaderAutotuner:
     """Measures the batches of several epochs, and finds the workers that compute them.
 
-    Args:
-        workers: The workers to start with; as an attribute, the best configuration so far.
-        cores: Maximum number of workers.
-        memory_budget: ``() -> bytes`` that batches in flight, and cached samples, may take.
-        cache: Where samples are cached: "memory", "disk" or "no"; None: wherever it turns out to be faster. The owner
-            of the batches decides whether they can be cached, and where they fit.
-        epochs: Number of epochs, if known.
-        on_converged: Called with the autotuner when it converges, and again when it converges to something else.
-        data_type: The type of data that it was made for, stored for its owner.
+    ``workers`` are those to start with; as an attribute, the best configuration so far. Batches in flight and cached
+    samples may take ``memory_budget()`` bytes. ``cache`` is where samples are cached, "memory", "disk" or "no"; None:
+    wherever it turns out to be faster. The owner of the batches decides whether they can be cached, and where they fit.
+    ``epochs`` is the number of epochs, if known. ``on_converged`` is called with the autotuner when it converges, and
+    again when it converges to something else. ``data_type`` is stored for the owner.
     """
 
     def __init__(

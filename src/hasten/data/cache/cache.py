@@ -1,15 +1,15 @@
 """Caches: samples are read and decoded once, in memory or on disk.
 
-A cache changes how fast a batch is ready, never its content. It has the rows of its source in the same order, with the
-same chunks for a windowed shuffle. Before every epoch it compares the identity of the source, and is filled again if a
-file or function has changed. Columns that the source returns as lists, such as images that were not resized, can be
-cached if all rows have one shape, and are returned as lists.
+A cache has the rows of its source in the same order, with the same chunks for a windowed shuffle. Columns that the
+source returns as lists, such as images that were not resized, can be cached if all rows have one shape, and are
+returned as lists.
 """
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,29 @@ import torch
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
-from hasten.data.array_source import gathered
-from hasten.data.bad_rows import BadRowPolicy
+from hasten.data.array_source import gathered, signed
 from hasten.data.batch_builder import CollateError, Map, collate_nested, is_builtin, lists_of, passthrough_paths
 from hasten.data.cache.cache_disk import CacheDirectory
 from hasten.data.cache.fingerprints import fingerprint
-from hasten.data.cache.populate import UNIFORM_ROWS_HINT, bytes_of, read_first, read_padded
 from hasten.data.io.metadata_cache import default_directory
 from hasten.data.progress import rate_reporter
-from hasten.data.source import BadRow, Source, WrappedSource, column_leaves, map_columns, refuse_bad, unbatch
+from hasten.data.source import (
+    BadRow,
+    BadRowPolicy,
+    Source,
+    WrappedSource,
+    column_leaves,
+    map_columns,
+    refuse_bad,
+    unbatch,
+)
 from hasten.data.validation import check_positive
 from hasten.engine.resources import free_memory
 
 MAX_FREE_FRACTION = 0.5  # of the free memory or disk space, the default limit of a cache
 CHUNK = 16_000_000  # bytes read at a time while filling
+PROBED_ROWS = 4  # read to find the shape and dtype of all rows
+UNIFORM_ROWS_HINT = "a cache requires rows of one shape and dtype: use images(resize=), or .map() before .cache()"
 
 
 def cached(
@@ -102,17 +111,14 @@ class Mapped(WrappedSource):
 class Cache(WrappedSource):
     """Base class of the caches.
 
-    ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again if the source has
-    changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
-
-    ``gigabytes``: limit of the size; a larger cache is an error. None: half of the free memory or disk space.
-    ``on_progress``: progress callback while the cache is filled.
+    ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again if a file or function
+    has changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
     """
 
     def __init__(self, source: Source, gigabytes: float | None, on_progress: ProgressCallback | None):
         super().__init__(source)
-        self.gigabytes, self.on_progress = gigabytes, on_progress
-        self.identity: dict | None = None  # identity of the source that the cache was filled from
+        self.gigabytes, self.on_progress = gigabytes, on_progress  # as in ``Pipeline.cache``
+        self.identity: str | None = None  # identity of the source that the cache was filled from
         self.columns: Any = None  # the columns of all rows; None until the cache is filled
         self.lists: list[int] = []  # indices of the columns that are returned as lists of rows
         self.bad: dict[int, tuple[str, str]] = {}  # rows that could not be read: {row: (location, reason)}
@@ -133,25 +139,24 @@ class Cache(WrappedSource):
         return map_columns(select, self.columns)
 
     def fingerprint(self) -> dict:
-        return source_identity(self.source)
+        return {"of": source_identity(self.source)}
 
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         super().prepare(runner, faults)
         identity = source_identity(self.source)
-        if _differ(identity, self.identity):
+        if identity != self.identity:
             self.identity, self.columns, self.bad = None, None, {}  # frees the memory before more is allocated
             faults.found.clear()  # rows of the old data
             self.columns, self.lists, self.bad = self.fill(identity, runner, faults)
             self.identity = identity
-        for row, reason in self.bad.items():
-            faults.record(BadRow(row, *reason))
+        faults.record(*(BadRow(row, *reason) for row, reason in self.bad.items()))
 
     @abstractmethod
-    def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
+    def fill(self, identity: str, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         """Reads all rows: (columns as tensors, indices of list columns, {bad row: (location, reason)})."""
 
     def chunks(
-        self, like: Any, identity: dict, runner: Callable, faults: BadRowPolicy, bad: dict, what: str
+        self, like: Any, identity: str, runner: Callable, faults: BadRowPolicy, bad: dict, what: str
     ) -> Iterator[tuple[int, Any]]:
         """Yields all rows in order as (first row, columns). Bad rows are zeros and are recorded in ``bad``.
 
@@ -166,13 +171,12 @@ class Cache(WrappedSource):
             return read_padded(self.source, chunk, like, faults)
 
         for index, (columns, bad_rows) in enumerate(runner(make, range(-(-rows // size)))):
-            for bad_row in bad_rows:
-                faults.record(bad_row)
-                bad[bad_row.row] = (bad_row.where, bad_row.why)
+            faults.record(*bad_rows)
+            bad |= {bad_row.row: (bad_row.where, bad_row.why) for bad_row in bad_rows}
             yield index * size, columns
             report(min(rows, (index + 1) * size))
         self.source.prepare(runner, faults)
-        if _differ(source_identity(self.source), identity):
+        if source_identity(self.source) != identity:
             raise RunError("the data changed while the cache was filled; start again when no process writes to them")
 
     def read_first_within(self, free: float, where: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
@@ -192,7 +196,7 @@ class Cache(WrappedSource):
 class MemoryCache(Cache):
     """A cache that holds all rows in memory, one tensor per column."""
 
-    def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
+    def fill(self, identity: str, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         first, lists = self.read_first_within(free_memory(), "in memory", faults)
         filled = map_columns(lambda column: torch.zeros((len(self), *column.shape[1:]), dtype=column.dtype), first)
         bad = {}
@@ -210,7 +214,7 @@ class DiskCache(Cache):
         super().__init__(source, gigabytes, on_progress)
         self.directory = directory
 
-    def fill(self, identity: dict, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
+    def fill(self, identity: str, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         def write_all(write: Callable) -> tuple[list[int], dict]:
             bad, what = {}, f"in {self.directory}"
             first, lists = self.read_first_within(psutil.disk_usage(str(self.directory)).free, what, faults)
@@ -221,23 +225,86 @@ class DiskCache(Cache):
         return CacheDirectory(self.directory, identity).open(write_all)
 
 
-def source_identity(source: Source) -> dict:
-    """Returns what identifies the rows of a source: class, code, length and fingerprint, as JSON values."""
+def source_identity(source: Source) -> str:
+    """Returns what identifies the rows of a source, as JSON: class, code, length and fingerprint."""
     kind = type(source)
     name, code = f"{kind.__module__}.{kind.__qualname__}", None if is_builtin(kind) else fingerprint(kind)
-    return _to_json({"source": name, "code": code, "rows": len(source), "of": source.fingerprint()})
+    content = {"source": name, "code": code, "rows": len(source), "of": source.fingerprint()}
+    return json.dumps(content, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
 
 
-def _differ(one: dict, other: dict | None) -> bool:
-    return repr(one) != repr(other)  # as text, so that NaN equals NaN
+# ---- rows of one shape and dtype
 
 
-def _to_json(value: Any) -> Any:
-    """Converts to JSON values: arrays and tensors become numbers or lists, unknown types their ``repr``."""
-    if isinstance(value, Mapping):
-        return {name if isinstance(name, str) else repr(name): _to_json(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_json(part) for part in value]
-    if isinstance(value, (numpy.generic, numpy.ndarray, torch.Tensor)):
-        return _to_json(value.tolist())
-    return value if value is None or type(value) in (bool, int, float, str) else repr(value)
+def read_first(source: Source, faults: BadRowPolicy) -> tuple[Any, list[int]]:
+    """Returns the first readable rows as (columns as tensors, indices of the columns that the source returns as lists).
+
+    Records the bad rows before them; RunError if these are more than allowed, ConfigurationError if no row can be read
+    or the rows have no common shape.
+    """
+    for begin in range(0, len(source), PROBED_ROWS):
+        columns, _, bad_rows = faults.readable(source, numpy.arange(begin, min(begin + PROBED_ROWS, len(source))))
+        faults.record(*bad_rows)
+        if columns is not None:
+            lists = [index for index, column in enumerate(column_leaves(columns)) if isinstance(column, list)]
+            return _as_tensors(columns), lists
+    raise ConfigurationError("there is no row to cache: all rows are bad, or there are none")
+
+
+def read_padded(source: Source, rows: numpy.ndarray, like: Any, faults: BadRowPolicy) -> tuple[Any, list[BadRow]]:
+    """Reads rows as columns of shape (rows, ...) with zeros for the bad ones, and the bad rows."""
+    columns, good, bad_rows = faults.readable(source, rows)
+    if columns is not None:
+        columns = _as_tensors(columns)
+        _check_like(columns, like, rows)
+        if not bad_rows:
+            return columns, bad_rows
+    padded = map_columns(lambda column: torch.zeros((len(rows), *column.shape[1:]), dtype=column.dtype), like)
+    if columns is not None:
+        index = torch.from_numpy(numpy.searchsorted(rows, good))
+        targets: list[Any] = column_leaves(padded)
+        tensors: list[Any] = column_leaves(columns)
+        for target, column in zip(targets, tensors, strict=True):
+            signed(target)[index] = signed(column)
+    return padded, bad_rows
+
+
+def bytes_of(columns: Any, rows: int) -> int:
+    """Returns the bytes of ``rows`` rows with the shapes and dtypes of these columns, which are tensors."""
+    leaves: list[Any] = column_leaves(columns)
+    return sum(column[:1].nbytes for column in leaves) * rows
+
+
+def _check_like(columns: Any, like: Any, rows: numpy.ndarray) -> None:
+    """Raises ConfigurationError if the shape or dtype of a column differs from the first rows."""
+    for index, (column, first) in enumerate(zip(column_leaves(columns), column_leaves(like), strict=True)):
+        expected, actual = _describe(first[0]), _describe(column[0])
+        if actual != expected:
+            later = f"{actual} in rows {rows[0]} to {rows[-1]}; {UNIFORM_ROWS_HINT}"
+            raise ConfigurationError(f"column {index} is {expected} in the first rows and {later}")
+
+
+def _describe(row: torch.Tensor) -> str:
+    return f"{row.dtype} {tuple(row.shape)}".removeprefix("torch.")
+
+
+def _as_tensors(columns: Any) -> Any:
+    """Stacks the columns that are lists of tensors; ConfigurationError for other lists, and for several shapes or
+    dtypes.
+    """
+    indices = count()
+
+    def stack(column: torch.Tensor | list) -> torch.Tensor:
+        index = next(indices)
+        if isinstance(column, torch.Tensor):
+            return column
+        others = [type(row).__name__ for row in column if not isinstance(row, torch.Tensor)]
+        if others:
+            raise ConfigurationError(f"column {index} of the samples holds {others[0]}s; {UNIFORM_ROWS_HINT}")
+        kinds = [*dict.fromkeys(map(_describe, column))]
+        if len(kinds) > 1:
+            both = f"rows of {kinds[0]} and of {kinds[1]}"
+            raise ConfigurationError(f"column {index} of the samples holds {both}; {UNIFORM_ROWS_HINT}")
+        return torch.stack(column)
+
+    return map_columns(stack, columns)

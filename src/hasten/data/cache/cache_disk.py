@@ -2,7 +2,7 @@
 
 ::
 
-    KEY/cache.json     format; nesting, dtypes and shapes of the columns; which are lists; bad rows; source identity
+    KEY/cache.json     nesting, dtypes and shapes of the columns; which are lists; bad rows; source identity
     KEY/0.rows, ...    one file per column: its rows one after the other, nothing else
     KEY.making/        the same while it is written; renamed when it is complete
     KEY.lock           locked by the process that writes; the system releases the lock when that process ends
@@ -51,10 +51,10 @@ def free_disk(directory: Path) -> int:
 class CacheDirectory:
     """The cache in ``directory`` of the source with this identity; once complete, it is in the directory ``path``."""
 
-    def __init__(self, directory: Path, identity: dict):
-        key_content = json.dumps([identity, FORMAT, __version__, sys.byteorder], sort_keys=True)
+    def __init__(self, directory: Path, identity: str):
+        key_content = json.dumps([identity, FORMAT, __version__, sys.byteorder])
         key = hashlib.blake2b(key_content.encode(), digest_size=16).hexdigest()
-        self.directory, self.identity, self.path = directory, json.loads(key_content)[0], directory / key
+        self.directory, self.identity, self.path = directory, identity, directory / key
         self._partial, self._lock = directory / f"{key}.making", directory / f"{key}.lock"
 
     def open(self, fill: Callable[[Callable], tuple[list[int], dict]]) -> tuple[Any, list[int], dict]:
@@ -83,10 +83,12 @@ class CacheDirectory:
         try:
             lists, bad = fill(writer.write)
             bad_rows = [[row, *reason] for row, reason in bad.items()]
-            writer.finish({"format": FORMAT, "identity": self.identity, "lists": lists, "bad": bad_rows})
+            writer.finish({"identity": self.identity, "lists": lists, "bad": bad_rows})
             with _disk_errors(self.directory):
                 self._partial.rename(self.path)
-                _fsync_directory(self.directory)
+                handle = os.open(self.directory, os.O_RDONLY)
+                os.fsync(handle)  # so that the new name survives a power failure
+                os.close(handle)
         except BaseException:
             writer.abandon()
             shutil.rmtree(self._partial, ignore_errors=True)
@@ -194,13 +196,6 @@ def _try_lock(lock: Path) -> BinaryIO | None:
                 return file
         file.close()
         return None
-
-
-def _fsync_directory(directory: Path) -> None:
-    """Flushes a directory to the disk, so that a rename in it survives a power failure."""
-    handle = os.open(directory, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def _nest(nesting: Any, columns: list) -> Any:

@@ -4,12 +4,9 @@ Hashed are the bytecode and constants, the defaults, the values of the closure, 
 the modules that it imports; the user's own functions and classes are followed recursively. An installed package and
 Python itself count by name and version. What a function reads at run time (a file, the clock, a network) is not hashed.
 
-``pickle`` decomposes values; this file defines what represents functions, classes, modules, tensors and sets. Libraries
-do not guarantee that a changed function never gets a stale cache (measured with the tests of this file, 2026-11-23):
-``cloudpickle`` 3.1 and ``joblib.hash`` 1.6 store functions of importable modules by name only, so an edit goes
-unnoticed, as does an edit of the functions that they call (17 and 23 of 33 tests fail). ``cloudpickle`` also returns
-another hash in every process for classes in ``__main__``, sets and torch modules, and one that changes when a line is
-inserted above the function.
+``pickle`` decomposes values; this file defines what represents functions, classes, modules, tensors and sets.
+``cloudpickle`` 3.1 and ``joblib.hash`` 1.6 do not suffice: they store functions of importable modules by name only, so
+an edit goes unnoticed, as does an edit of the functions that they call (17 and 23 of the 33 tests of this file fail).
 """
 
 import copyreg

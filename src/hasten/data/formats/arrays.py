@@ -40,18 +40,9 @@ def augmented_images(
 ) -> Pipeline:
     """Images in memory, randomly cropped, flipped and normalized in every batch, before other maps after ``batch``.
 
-    A batch is float32, shape (rows, ..., height, width), or with labels the tuple (images, labels).
-
-    Args:
-        images: Tensor, NumPy array or path of a ``.npy`` file, shape (n, ..., height, width).
-        labels: One per image, as for ``arrays``.
-        padding: As in ``random_crop``.
-        mirror: As in ``random_crop``.
-        mean: As in ``normalize``.
-        std: As in ``normalize``.
-
-    Raises:
-        ConfigurationError: As for these functions.
+    ``images`` is a tensor, NumPy array or path of a ``.npy`` file, shape (n, ..., height, width); ``labels`` one per
+    image, as for ``arrays``; ``padding`` and ``mirror`` are those of ``random_crop``, ``mean`` and ``std`` those of
+    ``normalize``. A batch is float32, shape (rows, ..., height, width), or with labels the tuple (images, labels).
     """
     source = Arrays(images if labels is None else (images, labels))
     images_of(source.columns)  # reports a wrong shape now, not at the first batch

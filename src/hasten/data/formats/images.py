@@ -59,7 +59,13 @@ class Images(Source):
 
     def __init__(self, paths: Any, resize: Any = None, labels: Any = "directory", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
-        self.files = _list_files(paths)
+        directory = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
+        is_directory = os.path.isdir(directory)
+        self.files = (
+            list_directory(directory, SUFFIXES)
+            if is_directory
+            else file_list_of(resolve_paths(cast(Any, paths), SUFFIXES))
+        )
         self.classes: list[str] = []
         self.labels: torch.Tensor | None = None
         if labels == "directory":
@@ -114,13 +120,6 @@ def content_of(path: str) -> bytes:
 # ---- files and labels
 
 
-def _list_files(paths: Any) -> FileList:
-    directory = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
-    if os.path.isdir(directory):
-        return list_directory(directory, SUFFIXES)
-    return file_list_of(resolve_paths(cast(Any, paths), SUFFIXES))
-
-
 def _signature(path: str) -> list:
     """Returns [path, size, version] of a file; [path] for one that cannot be read, which will be a bad row."""
     try:
@@ -162,9 +161,8 @@ def _label_by_directory(files: FileList) -> tuple[list[str], torch.Tensor]:
 
 def _label_by_name(files: FileList, labels: Any) -> torch.Tensor:
     if not isinstance(labels, Mapping):
-        raise ConfigurationError(
-            f'labels= must be "directory", a dict from file name to number, or None, not {labels!r}'
-        )
+        expected = '"directory", a dict from file name to number, or None'
+        raise ConfigurationError(f"labels= must be {expected}, not {labels!r}")
     values = []
     for row in range(len(files)):
         label = labels.get(files.relative_path(row), labels.get(files.name(row)))

@@ -11,12 +11,10 @@ import codecs
 import os
 import re
 import threading
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -44,7 +42,7 @@ class FileMetadata:
     bad: dict[int, str] = field(default_factory=dict)
 
 
-class _ArrowFormat(ABC):
+class _ArrowFormat:
     """A format whose open files are held between two chunks. Several threads may call ``chunk`` at once."""
 
     def __init__(self) -> None:
@@ -54,8 +52,8 @@ class _ArrowFormat(ABC):
         """Closes files and frees parsed rows that are kept to make the next ``chunk`` faster."""
         self._open_files = _OpenFile(self._open)
 
-    @abstractmethod
-    def _open(self, path: str, *columns: str) -> Any: ...
+    def _open(self, path: str, *columns: str) -> Any:
+        raise NotImplementedError
 
 
 class Parquet(_ArrowFormat):
@@ -207,24 +205,15 @@ Format = Parquet | Feather | Csv
 ``settings``: JSON values on which the rows depend besides the file."""
 
 
-@dataclass(frozen=True)
 class _ParsedCsv:
     """The good rows of a CSV file as a table, and the errors of the bad ones by their positions among all rows."""
 
-    good: Any
-    bad: dict[int, str]
-
-    @cached_property
-    def positions(self) -> list[int]:
-        """Indices in the file of the bad rows, ascending."""
-        return sorted(self.bad)
-
-    @cached_property
-    def chunk_offsets(self) -> list[int]:
-        """First row of every chunk, and the end. Each bad row is a chunk, and so are the good rows between two."""
-        rows = len(self.good) + len(self.bad)
-        inner = {offset for position in self.positions for offset in (position, position + 1)} - {0, rows}
-        return [0, *sorted(inner), rows]
+    def __init__(self, good: Any, bad: dict[int, str]) -> None:
+        self.good, self.bad, self.positions = good, bad, sorted(bad)
+        rows = len(good) + len(bad)
+        inner = {offset for position in bad for offset in (position, position + 1)} - {0, rows}
+        # first row of every chunk, and the end; each bad row is a chunk, and so are the good rows between two
+        self.chunk_offsets = [0, *sorted(inner), rows]
 
     def chunk(self, index: int, columns: list[str]) -> Any:
         first, last = self.chunk_offsets[index : index + 2]

@@ -82,30 +82,24 @@ class Layout:
         has_others = len(numeric) < len(self.types)  # text and lists, whose size only the files tell
         return size // (2 if self.is_matrix else 1) + 2 * unpacked * has_others
 
-    def rows(self, count: int, classes: Sequence[str] | None) -> Rows:
-        """Returns empty columns for ``count`` rows; ``classes`` are the values of a text target."""
-        matrix = MatrixColumn(self.inputs, count, self.warned) if self.is_matrix else None
-        columns = {name: column(self.types[name], count, name) for name in ([] if self.is_matrix else self.inputs)}
-        return Rows(matrix, columns, self.target, self._target_column(count, classes))
 
-    def _target_column(self, count: int, classes: Sequence[str] | None) -> ClassColumn | NumberColumn | None:
-        if self.target is None:
-            return None
-        if self.has_classes:
-            return ClassColumn(classes or [], count, self.target)
-        shape, arrow_type = shape_of(self.types[self.target])
-        is_float = tensor_type(arrow_type).is_floating_point
-        return NumberColumn(torch.float32 if is_float else torch.int64, count, shape, self.target)
-
-
-@dataclass
 class Rows:
-    """Decoded rows of a table: ``put`` adds them in order, ``read`` returns them in any order."""
+    """Decoded rows of a table: ``put`` adds them in order, ``read`` returns them in any order.
 
-    matrix: MatrixColumn | None
-    columns: dict[str, Any]
-    target_name: str | None
-    target: ClassColumn | NumberColumn | None
+    ``count`` is the number of rows; ``classes`` are the values of a text target.
+    """
+
+    def __init__(self, layout: Layout, count: int, classes: Sequence[str] | None) -> None:
+        self.matrix = MatrixColumn(layout.inputs, count, layout.warned) if layout.is_matrix else None
+        others = [] if layout.is_matrix else layout.inputs
+        self.columns = {name: column(layout.types[name], count, name) for name in others}
+        self.target: NumberColumn | None = None
+        if layout.target is not None and layout.has_classes:
+            self.target = ClassColumn(classes or [], count, layout.target)
+        elif layout.target is not None:
+            shape, arrow_type = shape_of(layout.types[layout.target])
+            dtype = torch.float32 if tensor_type(arrow_type).is_floating_point else torch.int64
+            self.target = NumberColumn(dtype, count, shape, layout.target)
 
     def put(self, table: Any, fill: Any, where: str) -> None:
         """Adds the rows of an Arrow table; ConfigurationError for missing values, and for a target that is not one of
@@ -116,7 +110,7 @@ class Rows:
         for name, values in self.columns.items():
             values.put(table.column(name), fill, where)
         if self.target is not None:  # one fill value for all columns must not invent targets
-            self.target.put(table.column(self.target_name), fill if isinstance(fill, Mapping) else {}, where)
+            self.target.put(table.column(self.target.name), fill if isinstance(fill, Mapping) else {}, where)
 
     def read(self, index: torch.Tensor) -> Any:
         """Returns the batch of rows at ``index``: matrix or dict of columns; with a target (inputs, target)."""

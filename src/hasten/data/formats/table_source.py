@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -22,13 +22,12 @@ import pyarrow
 import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
-from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
 from hasten.data.formats.table_files import MEMORY_FRACTION, FileMetadata, Format, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
 from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_file_error, resolve_paths
 from hasten.data.progress import rate_reporter
-from hasten.data.source import BadRow, Source
+from hasten.data.source import BadRow, BadRowPolicy, Source
 from hasten.data.validation import check_names
 from hasten.engine.resources import free_memory
 
@@ -68,9 +67,8 @@ class Table(Source):
         if classes is not None and not self._layout.has_classes:
             raise ConfigurationError("classes= are the values of a text target, and there is no text target")
         self._given_classes = None if classes is None else check_names("classes=", classes)
-        self._empty_is_missing = (
-            self._guessed_types and self._layout.has_classes and "" not in (self._given_classes or ())
-        )
+        can_be_empty = "" in (self._given_classes or ())
+        self._empty_is_missing = self._guessed_types and self._layout.has_classes and not can_be_empty
         self._fill = check_fill(fill, self._layout.types, next(iter(schemas.values())).names)
         if gigabytes is not None and not (isinstance(gigabytes, (int, float)) and gigabytes >= 0):
             raise ConfigurationError(f"gigabytes= must be a number of at least 0, not {gigabytes!r}")
@@ -81,8 +79,8 @@ class Table(Source):
             warnings.warn(f"{what}, {hint}", HastenWarning, stacklevel=4)
         chunks = [(file, index) for file, entry in metadata.items() for index in range(len(entry.chunks))]
         self._chunks = chunks  # (file, index in the file)
-        rows = [rows for entry in metadata.values() for rows in entry.chunks]
-        self._offsets = numpy.cumsum([0, *rows], dtype=numpy.int64)
+        self._chunk_rows = numpy.array([rows for entry in metadata.values() for rows in entry.chunks], numpy.int64)
+        self._offsets = numpy.cumsum([0, *self._chunk_rows], dtype=numpy.int64)
         self._bytes = self._layout.bytes(len(self), sum(entry.bytes for entry in metadata.values()))
         self._budget = free_memory() * MEMORY_FRACTION if gigabytes is None else gigabytes * 10**9
         self._processes = 1  # that share the budget
@@ -190,7 +188,7 @@ class Table(Source):
 
     def _read_all(self) -> Rows:
         """Returns the whole table without the chunks that cannot be read."""
-        rows = self._layout.rows(len(self), self.classes)
+        rows = Rows(self._layout, len(self), self.classes)
         report = rate_reporter(f"reading the table of {next(iter(self._signatures))}", len(self))
         with ThreadPoolExecutor(CONCURRENT_CHUNKS) as pool:
             pending: deque[Future] = deque()
@@ -218,7 +216,7 @@ class Table(Source):
     def _bad_rows_before(self, rows: numpy.ndarray) -> numpy.ndarray:
         """Returns for each row how many rows of unreadable chunks precede it: int64, shape (rows,)."""
         lost, bad = numpy.zeros(len(self._chunks), dtype=numpy.int64), list(self._bad)
-        lost[bad] = numpy.diff(self._offsets)[bad]
+        lost[bad] = self._chunk_rows[bad]
         return (numpy.cumsum(lost) - lost)[self._chunk_of(rows)]
 
     # ---- a table that does not fit
@@ -226,7 +224,7 @@ class Table(Source):
     def _read_chunks(self, rows: numpy.ndarray) -> Any:
         """Returns the batch of ``rows``, decoding the chunks that contain them unless they are in memory."""
         if not len(rows):
-            return self._layout.rows(0, self.classes).read(torch.from_numpy(rows))
+            return Rows(self._layout, 0, self.classes).read(torch.from_numpy(rows))
         self._refuse_bad(rows)
         chunks = self._chunk_of(rows)
         order = numpy.argsort(chunks, kind="stable")
@@ -248,14 +246,14 @@ class Table(Source):
         with self._lock:
             is_new = chunk not in self._recent
             future = self._recent[chunk] = Future() if is_new else self._recent.pop(chunk)
-            while is_new and len(self._recent) > 1 and self._bytes_of(self._recent) > self._budget / self._processes:
+            while is_new and len(self._recent) > 1 and self._chunk_rows[[*self._recent]].sum() > self._rows_in_budget():
                 self._recent.popitem(last=False)
         if is_new:
             try:
-                count = int(self._offsets[chunk + 1] - self._offsets[chunk])
+                count = int(self._chunk_rows[chunk])
                 self._decoded_rows += count
                 table = self._decode(chunk, self._layout.names)
-                rows = self._layout.rows(count, self.classes)
+                rows = Rows(self._layout, count, self.classes)
                 rows.put(table, self._fill, self._where(chunk))
                 future.set_result(rows)
             except BaseException as error:
@@ -263,9 +261,11 @@ class Table(Source):
                 self._recent.pop(chunk, None)
         return future.result()
 
+    def _rows_in_budget(self) -> float:
+        return len(self) * self._budget / self._processes / self._bytes
+
     def _warn_of_repeated_decoding(self) -> None:
-        rows_in_budget = len(self) * self._budget / self._processes / self._bytes
-        allowed = MAX_DECODE_RATIO * (self._returned + rows_in_budget + numpy.diff(self._offsets).max())
+        allowed = MAX_DECODE_RATIO * (self._returned + self._rows_in_budget() + self._chunk_rows.max())
         if self._warned or self._decoded_rows < allowed:
             return
         self._warned = True
@@ -273,9 +273,6 @@ class Table(Source):
         why = f"every {self._format.chunk_name} is decoded repeatedly"
         hint = "use .shuffle(window=) with a smaller window, or .cache('disk')"
         warnings.warn(f"{what}: {why}; {hint}", HastenWarning, stacklevel=2)
-
-    def _bytes_of(self, chunks: Iterable[int]) -> float:
-        return sum(self._bytes * (self._offsets[chunk + 1] - self._offsets[chunk]) / len(self) for chunk in chunks)
 
     # ---- chunks
 
@@ -302,7 +299,7 @@ class Table(Source):
         file, index = self._chunks[chunk]
         try:
             table = self._format.chunk(file, index, columns)
-            check(table, int(self._offsets[chunk + 1] - self._offsets[chunk]))
+            check(table, int(self._chunk_rows[chunk]))
         except MemoryError as error:
             if not asks_too_much(error):
                 raise
@@ -318,9 +315,7 @@ class Table(Source):
         return empty_to_null(table, str(self.target)) if self._empty_is_missing else table
 
     def _damaged(self, chunk: int, error: Exception) -> Exception:
-        """Returns the error for a chunk that cannot be decoded, and records it. A changed file and errors of the
-        operating system, which have an errno unlike Arrow's, are RunErrors.
-        """
+        """Records a chunk that cannot be decoded; an error of the system (it has an errno) is a RunError."""
         file, _ = self._chunks[chunk]
         check_unchanged(file, self._signatures[file])
         if getattr(error, "errno", None) is not None:
@@ -338,5 +333,4 @@ def _reset_locks() -> None:
         table._init_locks()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_locks)
+os.register_at_fork(after_in_child=_reset_locks)

@@ -71,15 +71,7 @@ def feather(
     or lists point outside it, is a range of bad rows; but damaged bytes in a numeric column are other numbers. Use
     Parquet with page checksums where neither disk nor network detects damage.
 
-    Args:
-        paths: As for ``parquet``.
-        columns: As for ``parquet``.
-        target: As for ``parquet``.
-        fill: As for ``parquet``.
-        classes: As for ``parquet``.
-        gigabytes: As for ``parquet``, in 10**9 bytes.
-
-    Errors are as for ``parquet``. Format: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
+    Arguments and errors are those of ``parquet``. Format: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
     """
     return _pipeline(Feather(), paths, columns, target, fill, classes, gigabytes)
 
@@ -103,16 +95,9 @@ def csv(
     opened. Bad lines divide a file into chunks, and all rows are in memory, so ``.shuffle()`` without a ``window``
     mixes best.
 
-    Args:
-        paths: As for ``parquet``.
-        columns: As for ``parquet``.
-        target: As for ``parquet``.
-        fill: As for ``parquet``.
-        classes: As for ``parquet``.
-        delimiter: One character; None: a comma, or a tab in files named ``.tsv``.
-        header: Names of the columns, for files whose first line does not contain them.
-
-    Errors are as for ``parquet``. Format: https://www.rfc-editor.org/rfc/rfc4180
+    ``delimiter`` is one character; None: a comma, or a tab in files named ``.tsv``. ``header`` are the names of the
+    columns, for files whose first line does not contain them. The other arguments, and errors, are those of
+    ``parquet``. Format: https://www.rfc-editor.org/rfc/rfc4180
     """
     return _pipeline(Csv(delimiter, header), paths, columns, target, fill, classes, float("inf"))
 

@@ -79,7 +79,11 @@ def summarize_example(message: bytes) -> Summary:
     """Returns the kind and the number of values of each feature of a message; ValueError if the bytes are not an
     Example.
     """
-    return {name: _kind_and_length(feature) for name, feature in sorted(_parse(message).features.feature.items())}
+    summary: Summary = {}
+    for name, feature in sorted(_parse(message).features.feature.items()):
+        field = feature.WhichOneof("kind")
+        summary[name] = (field.removesuffix("_list"), len(getattr(feature, field).value)) if field else (None, 0)
+    return summary
 
 
 def normalize_example(message: bytes) -> bytes:
@@ -139,11 +143,6 @@ def _parse(message: bytes) -> Any:
         return example_class().FromString(message)
     except DecodeError as error:
         raise ValueError(str(error)) from None
-
-
-def _kind_and_length(feature: Any) -> tuple[str | None, int]:
-    field = feature.WhichOneof("kind")
-    return (field.removesuffix("_list"), len(getattr(feature, field).value)) if field else (None, 0)
 
 
 def _as_list(name: str, value: Any) -> tuple[str, list]:

@@ -5,12 +5,11 @@ A record is framed as (https://www.tensorflow.org/tutorials/load_data/tfrecord)
     uint64 length    uint32 masked CRC-32C of the length    bytes data[length]    uint32 masked CRC-32C of the data
 
 so the positions of the records are known only after one pass through the file, which builds an index. It reads twelve
-bytes per record, and skips over records of equal length many at a time. Then any record is read directly.
+bytes per record. Then any record is read directly.
 """
 
-from __future__ import annotations
-
 import struct
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,13 +18,12 @@ from typing import Any
 import numpy
 
 from hasten.core.errors import ConfigurationError, suggest
-from hasten.data.formats.crc32c import masked_crc32c
 from hasten.data.formats.tf_example import infer_features, summarize_example
 from hasten.data.formats.tf_example_vectorized import MalformedExampleError, parse_examples
-from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
+from hasten.data.io.index_cache import IndexedFiles, ReportBytes, load_or_build_index, load_or_compute
 from hasten.data.io.metadata_cache import CacheEntry
-from hasten.data.io.paths import check_unchanged, is_file_error, is_remote, mapped_bytes, resolve_paths
-from hasten.data.io.range_reader import LONGEST, read_file, read_ranges
+from hasten.data.io.paths import check_unchanged, is_remote, mapped_bytes, resolve_paths
+from hasten.data.io.range_reader import read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad, split_target
 from hasten.data.validation import check_name, check_names
@@ -33,9 +31,8 @@ from hasten.data.validation import check_name, check_names
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
 HEAD, TAIL = 12, 4  # bytes of framing before and after the data
 PROBED_RECORDS = 64  # records that are inspected to learn which features there are
-MAX_SKIPPED = 1 << 14  # records of equal length that the index skips at a time
-EQUAL_BEFORE_SKIP = 8  # consecutive records of equal length after which the index tries to skip
-RECORDS_PER_REPORT = 1 << 10  # records of unequal length after which the index reports its progress
+CHUNK = 1 << 14  # records that are checked at a time
+RECORDS_PER_REPORT = 1 << 10  # after which the index reports its progress
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x9c": "zlib", b"\x78\x01": "zlib", b"\x78\xda": "zlib"}
 
 
@@ -68,92 +65,25 @@ def tfrecord(
     if features is not None:
         names = check_names("features=", list(features) if isinstance(features, Mapping) else features)
         features = features if isinstance(features, Mapping) else names
-    return Pipeline(Examples(Records(resolve_paths(paths, SUFFIXES), verify), features, target))
+    return Pipeline(Examples(resolve_paths(paths, SUFFIXES), features, target, verify))
 
 
-class Examples(Source):
-    """Records that are ``tf.train.Example`` messages; ``lost`` is {file: reason} of the damaged files."""
-
-    def __init__(self, records: Records, features: Any = None, target: str | None = None) -> None:
-        self.records, self.target, self.lost = records, target, dict(records.bad.values())
-        (summaries, _) = load_or_compute(
-            ["kinds of values of records", records.verify], records.signatures, self._summarize_sample
-        )
-        self.features = infer_features(summaries, features, target)
-        names = [feature.name for feature in self.features]
-        if target is not None and target not in names:
-            raise ConfigurationError(f"target= names a feature {target!r} that does not exist{suggest(target, names)}")
-        if target is not None and len(names) == 1:
-            raise ConfigurationError(f"the target {target!r} is the only feature; nothing is left to predict it from")
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def read(self, rows: numpy.ndarray) -> Any:
-        data, starts, ends = self.raw(rows)
-        try:
-            columns = parse_examples(data, starts, ends, self.features)
-        except MalformedExampleError as error:
-            row = int(rows[error.index])
-            raise BadRow(row, self.records.where(row), error.reason) from None
-        return split_target(columns, self.target)
-
-    def raw(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Returns (uint8 array, start of each row's message in it, end of each)."""
-        return self.records.data_of(rows)
-
-    def fingerprint(self) -> dict:
-        features = [[f.name, f.kind, f.shape and list(f.shape), f.raw and str(f.raw)] for f in self.features]
-        files = {"tfrecord": self.records.signatures, "verify": self.records.verify}
-        return {**files, "features": features, "target": self.target}
-
-    def chunk_offsets(self) -> numpy.ndarray:
-        return self.records.chunk_offsets
-
-    def known_bad_rows(self) -> list[BadRow]:
-        return [BadRow(row, *bad) for row, bad in self.records.bad.items()]
-
-    def _summarize_sample(self) -> CacheEntry:
-        """Kinds and sizes of features in some messages of all files; ConfigurationError if all of these are bad."""
-        rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(PROBED_RECORDS, len(self))).astype(numpy.int64))
-        summaries, faults = [], []
-        for row in rows.tolist():
-            try:
-                data, (start,), (end,) = self.records.data_of(numpy.array([row]))
-                summaries.append(summarize_example(data[start:end].tobytes()))
-            except BadRow as fault:
-                faults.append(str(fault))
-            except ValueError as error:
-                faults.append(f"{self.records.where(row)} is not a tf.train.Example: {error}")
-        if not summaries:
-            raise ConfigurationError(faults[0])
-        return summaries, []
-
-
-class Records:
-    """The framed records of some TFRecord files, read by index.
-
-    ``signatures``: signatures of the files when they were indexed. ``begins``: first byte of the data of each record in
-    its file, shape (records,). ``ends``: the byte after them, shape (records,).
-    """
+class Records(IndexedFiles):
+    """The framed records of some TFRecord files, read by index."""
 
     def __init__(self, paths: list[str], verify: bool = True) -> None:
         indices = load_or_build_index(paths, ["records", verify], partial(_index_file, verify=verify))
-        self.signatures, self.verify = [signature for signature, _, _ in indices], verify
-        begins = [_add_bad_row(positions[0], reason) for _, (_, positions), reason in indices]
-        ends = [_add_bad_row(positions[1], reason) for _, (_, positions), reason in indices]
-        # index of the first record of each file, and the total; shape (files + 1,)
-        self.chunk_offsets = numpy.cumsum([0, *map(len, begins)])
-        self.begins, self.ends = numpy.concatenate(begins), numpy.concatenate(ends)
+        super().__init__(paths, indices, [len(begins) for _, (_, (begins, _)), _ in indices], "record")
+        self.verify = verify
+        # first byte of the data of each record in its file, and the byte after them, shape (records,); 0 of a bad row
+        self.begins, self.ends = numpy.zeros((2, len(self)), numpy.int64)
+        for first, (_, (_, positions), _) in zip(self.offsets.tolist(), indices, strict=False):
+            count = len(positions[0])
+            self.begins[first : first + count], self.ends[first : first + count] = positions
         # whether the checksum of each record is still to be compared, shape (records,)
         self.unverified = numpy.full(len(self.begins), verify)
-        # {record: (file, reason)} of the damaged files: one record stands for the rest of its file
-        self.bad = rows_of_damage(paths, self.chunk_offsets, [reason for _, _, reason in indices], "record")
 
-    def __len__(self) -> int:
-        return len(self.begins)
-
-    def data_of(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    def raw(self, rows: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """Returns the data of some records: (uint8 array, start of each record in it, end of each).
 
         The array is what was read, or the whole local file: rows of one local file are served from its memory map,
@@ -163,24 +93,23 @@ class Records:
         """
         refuse_bad(rows, self.bad)
         starts, ends = self.begins[rows], self.ends[rows]
-        files = numpy.searchsorted(self.chunk_offsets, rows, "right") - 1
+        files = self.file_of(rows)
         if len(rows) and (files == files[0]).all() and not is_remote(path := self.signatures[files[0]][0]):
             check_unchanged(path, self.signatures[files[0]])
             content = mapped_bytes(path)
         else:
-            first, last = _contiguous_runs(files, starts, ends)
-            content = b"".join(read_ranges(self.signatures, files[first], starts[first], ends[last] + TAIL))
-            lengths = ends[last] + TAIL - starts[first]
-            shift = numpy.repeat(numpy.cumsum(lengths) - lengths - starts[first], last - first + 1)
-            starts, ends = starts + shift, ends + shift
+            content = b"".join(read_ranges(self.signatures, files, starts, ends + TAIL))
+            lengths = ends - starts
+            starts = numpy.cumsum(lengths + TAIL) - lengths - TAIL
+            ends = starts + lengths
         if self.unverified[rows].any():
             self._verify(rows, content, starts, ends)
         return numpy.frombuffer(content, numpy.uint8), starts, ends
 
     def where(self, row: int) -> str:
         """Describes a row for error messages: file, number of the record in it, first byte."""
-        file = int(numpy.searchsorted(self.chunk_offsets, row, "right")) - 1
-        return f"{self.signatures[file][0]}, record {row - self.chunk_offsets[file]}, byte {self.begins[row] - HEAD}"
+        file = int(self.file_of(row))
+        return f"{self.signatures[file][0]}, record {row - self.offsets[file]}, byte {self.begins[row] - HEAD}"
 
     def _verify(
         self, rows: numpy.ndarray, content: bytes | memoryview, starts: numpy.ndarray, ends: numpy.ndarray
@@ -195,6 +124,64 @@ class Records:
             raise BadRow(row, self.where(row), "its checksum is wrong: the file was damaged after it was written")
 
 
+class Examples(Records, Source):
+    """Records that are ``tf.train.Example`` messages."""
+
+    def __init__(self, paths: list[str], features: Any = None, target: str | None = None, verify: bool = True) -> None:
+        super().__init__(paths, verify)
+        self.target = target
+        key = ["kinds of values of records", verify]
+        summaries, _ = load_or_compute(key, self.signatures, self._summarize_sample)
+        self.features = infer_features(summaries, features, target)
+        names = [feature.name for feature in self.features]
+        if target is not None and target not in names:
+            raise ConfigurationError(f"target= names a feature {target!r} that does not exist{suggest(target, names)}")
+        if target is not None and len(names) == 1:
+            raise ConfigurationError(f"the target {target!r} is the only feature; nothing is left to predict it from")
+
+    def read(self, rows: numpy.ndarray) -> Any:
+        data, starts, ends = self.raw(rows)
+        try:
+            columns = parse_examples(data, starts, ends, self.features)
+        except MalformedExampleError as error:
+            row = int(rows[error.index])
+            raise BadRow(row, self.where(row), error.reason) from None
+        return split_target(columns, self.target)
+
+    def fingerprint(self) -> dict:
+        features = [[f.name, f.kind, f.shape and list(f.shape), f.raw and str(f.raw)] for f in self.features]
+        files = {"tfrecord": self.signatures, "verify": self.verify}
+        return {**files, "features": features, "target": self.target}
+
+    def _summarize_sample(self) -> CacheEntry:
+        """Kinds and sizes of features in some messages of all files; ConfigurationError if all of these are bad."""
+        rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(PROBED_RECORDS, len(self))).astype(numpy.int64))
+        summaries, faults = [], []
+        for row in rows.tolist():
+            try:
+                data, (start,), (end,) = self.raw(numpy.array([row]))
+                summaries.append(summarize_example(data[start:end].tobytes()))
+            except BadRow as fault:
+                faults.append(str(fault))
+            except ValueError as error:
+                faults.append(f"{self.where(row)} is not a tf.train.Example: {error}")
+        if not summaries:
+            raise ConfigurationError(faults[0])
+        return summaries, []
+
+
+def masked_crc32c(pieces: Sequence[bytes]) -> numpy.ndarray:
+    """Returns the CRC-32C of every piece as files store it (rotated right by 15 bits, plus a constant): uint32, shape
+    (pieces,). ConfigurationError without ``google-crc32c``.
+    """
+    try:
+        from google_crc32c import value
+    except ImportError:
+        raise ConfigurationError("checksums of TFRecord files need google-crc32c: pip install 'hasten[data]'") from None
+    checksums = numpy.fromiter(map(value, pieces), numpy.uint32, len(pieces))
+    return ((checksums >> numpy.uint32(15)) | (checksums << numpy.uint32(17))) + numpy.uint32(0xA282EAD8)
+
+
 def frame_records(records: Iterable[bytes]) -> bytes:
     """Returns records with their framing, as the content of a TFRecord file."""
     records = list(records)
@@ -204,52 +191,23 @@ def frame_records(records: Iterable[bytes]) -> bytes:
     return b"".join(part for frame in frames for part in frame)
 
 
-def _contiguous_runs(
-    files: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
-) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Returns the first and last index of each run of adjacent records in a file, to be read by one request. A run does
-    not cross a multiple of ``LONGEST`` bytes, the most that one connection should read.
-    """
-    new, parts = numpy.ones(len(files), bool), starts // LONGEST
-    new[1:] = (files[1:] != files[:-1]) | (starts[1:] != ends[:-1] + TAIL + HEAD) | (parts[1:] != parts[:-1])
-    return numpy.flatnonzero(new), numpy.flatnonzero(numpy.roll(new, -1))
-
-
 # ---- index of a file
 
 
-def _index_file(signature: list, tell: ReportBytes, verify: bool) -> tuple[CacheEntry, str | None]:
-    """Indexes a file: (start and end byte of each record's data, reason why a damaged file ends early or None)."""
-    starts = ends = numpy.empty(0, numpy.int64)
-    try:
-        starts, ends, reason = _undamaged(read_file(signature, tell), signature[0], verify, tell)
-    except ConfigurationError as error:
-        if not is_file_error(signature[0], error):
-            raise
-        reason = str(error)
-    return (None, [starts, ends]), reason
-
-
-def _add_bad_row(positions: numpy.ndarray, reason: str | None) -> numpy.ndarray:
-    """Byte positions of a file's records, and a 0 for one bad row at its end if that is damaged (``reason``)."""
-    return positions if reason is None else numpy.append(positions, 0)
-
-
-def _undamaged(
-    content: memoryview, path: str, verify: bool, tell: ReportBytes
-) -> tuple[numpy.ndarray, numpy.ndarray, str | None]:
-    """(starts, ends, damage) of the records before any damage: int64 bytes; text or None. ``verify`` checks lengths."""
+def _index_file(content: memoryview, path: str, tell: ReportBytes, verify: bool) -> tuple[CacheEntry, str | None]:
+    """(start and end byte of each record's data before any damage, the damage or None); ``verify`` checks lengths."""
     starts, lengths = _find_records(content, tell)
     ends = starts + lengths
     wrong = _first_wrong_length(content, starts) if verify else None
     if wrong is not None and starts[wrong] <= len(content):
-        return starts[:wrong], ends[:wrong], f"{path} {_describe_damage(content, wrong, starts[wrong] - HEAD)}"
+        reason = _describe_damage(content, wrong, starts[wrong] - HEAD)
+        return (None, [starts[:wrong], ends[:wrong]]), f"{path} {reason}"
     if len(ends) and ends[-1] + TAIL != len(content):
         intact = len(starts) - 1 if verify else 0
         where = f"record {len(starts) - 1}, at byte {starts[-1] - HEAD}"
         reason = f"is cut off: {where}, continues after the end of the file; write the file again"
-        return starts[:intact], ends[:intact], f"{path} {reason}"
-    return starts, ends, None
+        return (None, [starts[:intact], ends[:intact]]), f"{path} {reason}"
+    return (None, [starts, ends]), None
 
 
 def _describe_damage(content: memoryview, record: int, position: int) -> str:
@@ -264,46 +222,25 @@ def _describe_damage(content: memoryview, record: int, position: int) -> str:
 
 def _find_records(content: memoryview, tell: ReportBytes) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Returns (starts, lengths) of the data of the records; the last record may extend beyond the end of the file."""
-    length_at = struct.Struct("<Q").unpack_from
-    data, size = numpy.frombuffer(content, numpy.uint8), len(content)
-    positions: list[numpy.ndarray] = []  # of the framing of each record
-    at, count = 0, EQUAL_BEFORE_SKIP
+    length_at, size = struct.Struct("<Q").unpack_from, len(content)
+    positions, at = array("q"), 0  # of the framing of each record
     while at < size:
-        single = []
-        for _ in range(count):
-            if at + HEAD > size:
-                break
-            single.append(at)
-            (length,) = length_at(content, at)
-            at += length + HEAD + TAIL
-        positions.append(numpy.array(single, numpy.int64))
-        last, count = positions[-1][-EQUAL_BEFORE_SKIP:], RECORDS_PER_REPORT
-        if len(last) == EQUAL_BEFORE_SKIP and at <= size and (numpy.diff(last) == (stride := at - single[-1])).all():
-            positions.append(at + stride * numpy.arange(_count_equal(data, single[-1], stride) - 1))
-            at, count = at + stride * len(positions[-1]), EQUAL_BEFORE_SKIP
-        if size - HEAD < at < size:  # the last framing is incomplete
-            positions.append(numpy.array([at]))
+        positions.append(at)
+        if at + HEAD > size:  # the last framing is incomplete
             at = 2 * size
-        tell(min(at, size))
-    edges = numpy.concatenate([*positions, [min(at, 2 * size)]])
+            break
+        at += length_at(content, at)[0] + HEAD + TAIL
+        if len(positions) % RECORDS_PER_REPORT == 0:
+            tell(min(at, size))
+    edges = numpy.array([*positions, min(at, 2 * size)], numpy.int64)
     return edges[:-1] + HEAD, numpy.diff(edges) - HEAD - TAIL
-
-
-def _count_equal(data: numpy.ndarray, at: int, stride: int) -> int:
-    """Counts consecutive complete records of ``stride`` bytes from ``at`` on, at most ``MAX_SKIPPED``."""
-    count = min((len(data) - at) // stride, MAX_SKIPPED)
-    if count < 2:
-        return 1
-    lengths = numpy.lib.stride_tricks.as_strided(data[at:], (count, 8), (stride, 1), writeable=False)
-    equal = (lengths == lengths[0]).all(axis=1)
-    return count if equal.all() else int(equal.argmin())
 
 
 def _first_wrong_length(content: memoryview, starts: numpy.ndarray) -> int | None:
     """Returns the index of the first record whose length does not match its checksum; None if all do."""
     data = numpy.frombuffer(content, numpy.uint8)
-    for first in range(0, len(starts), MAX_SKIPPED):
-        heads = data.take(starts[first : first + MAX_SKIPPED, None] + numpy.arange(-HEAD, 0), mode="clip")
+    for first in range(0, len(starts), CHUNK):
+        heads = data.take(starts[first : first + CHUNK, None] + numpy.arange(-HEAD, 0), mode="clip")
         lengths, which = numpy.unique(heads[:, :8].copy().view("<u8")[:, 0], return_inverse=True)  # few differ
         wrong = masked_crc32c([length.tobytes() for length in lengths])[which] != heads[:, 8:].copy().view("<u4")[:, 0]
         if wrong.any():

@@ -16,12 +16,11 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
-from hasten.data.array_source import from_numpy_array, open_array
-from hasten.data.bad_rows import BadRowPolicy
+from hasten.data.array_source import from_numpy_array, gathered, open_array
 from hasten.data.buffer_pool import acquire
 from hasten.data.io.paths import file_signature, is_remote, resolve_paths
 from hasten.data.pipeline import Pipeline
-from hasten.data.source import Source
+from hasten.data.source import BadRowPolicy, Source
 from hasten.data.validation import at_least
 
 HEADER_BYTES = 1024  # of llm.c
@@ -108,23 +107,18 @@ class Tokens(Source):
     def _read_windows(self, rows: numpy.ndarray) -> torch.Tensor:
         """Returns the windows, shape (rows, length + 1); of one file in the dtype of the file, else int64."""
         if len(self.windows) == 1:
-            return _select(self.windows[0], rows)
+            return gathered(self.windows[0], torch.from_numpy(rows))
         files = numpy.searchsorted(self.begins, rows, side="right") - 1
         merged = None
         for file in numpy.unique(files):
             in_file = files == file
-            part = _select(self.windows[file], rows[in_file] - self.begins[file])
+            part = gathered(self.windows[file], torch.from_numpy(rows[in_file] - self.begins[file]))
             if len(part) == len(rows):
                 return part
             merged = acquire((len(rows), self.length + 1), torch.int64) if merged is None else merged
             merged[torch.from_numpy(in_file)] = part.long()
         assert merged is not None
         return merged
-
-
-def _select(windows: torch.Tensor, rows: numpy.ndarray) -> torch.Tensor:
-    out = acquire((len(rows), windows.shape[1]), windows.dtype)
-    return torch.index_select(windows, 0, torch.from_numpy(rows), out=out)
 
 
 def _windows(tokens: torch.Tensor, width: int, stride: int) -> torch.Tensor:

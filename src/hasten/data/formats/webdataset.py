@@ -8,7 +8,10 @@ Layout: https://github.com/webdataset/webdataset; tar headers: ``tar_headers.py`
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from contextlib import suppress
+from functools import partial
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,10 @@ from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.buffer_pool import acquire
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.formats.tar_headers import DamagedTarError, members
-from hasten.data.io.index_cache import ReportBytes, load_or_build_index, load_or_compute, rows_of_damage
+from hasten.data.io.index_cache import IndexedFiles, ReportBytes, load_or_build_index, load_or_compute
 from hasten.data.io.metadata_cache import CacheEntry
-from hasten.data.io.paths import FileMissingError, is_file_error, resolve_paths
-from hasten.data.io.range_reader import read_file, read_ranges
+from hasten.data.io.paths import resolve_paths
+from hasten.data.io.range_reader import read_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRow, Source, refuse_bad, split_target
 from hasten.data.validation import check_name, check_names
@@ -63,7 +66,7 @@ def webdataset(
     return Pipeline(Shards(paths, columns, target, resize, pixels))
 
 
-class Shards(Source):
+class Shards(IndexedFiles, Source):
     """Samples in tar files of the WebDataset layout (shards)."""
 
     def __init__(
@@ -75,27 +78,18 @@ class Shards(Source):
         target = None if target is None else _extension(target)
         files = resolve_paths(paths, (".tar",))
         indices = load_or_build_index(files, ["samples"], _index_shard)
-        self.signatures = [signature for signature, _, _ in indices]  # file signature of each shard
+        super().__init__(files, indices, [len(info["keys"]) for _, (info, _), _ in indices], "sample")
         keys = [info["keys"] if why is None else [*info["keys"], ""] for _, (info, _), why in indices]
         self.keys = [*chain.from_iterable(keys)]  # the common part of the names of each sample's files
-        self._offsets = numpy.cumsum([0, *map(len, keys)])
-        # {row: (file, why)}: each such row stands for the damaged rest of its file
-        self.bad = rows_of_damage(files, self._offsets, [why for _, _, why in indices], "sample")
-        self.lost = dict(self.bad.values())  # {file: why} of the damaged files
         samples = [index for _, index, _ in indices]
         self.columns, self.target = _select_columns(samples, columns, target), target
         # extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing
         self.positions = self._find_positions(samples)
-        self.shapes = {name: self._common_shape(name) for name in self.columns if _type(name) == "npy"}
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def chunk_offsets(self) -> numpy.ndarray:
-        return self._offsets
-
-    def known_bad_rows(self) -> list[BadRow]:
-        return [BadRow(row, *bad) for row, bad in self.bad.items()]
+        # of the arrays of a column; None: they differ
+        self.shapes: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
+        for name in (name for name in self.columns if _type(name) == "npy"):
+            common, _ = load_or_compute(["shape of arrays", name], self.signatures, partial(self._probe_shapes, name))
+            self.shapes[name] = (torch.Size(common[0]), getattr(torch, common[1])) if common else None
 
     def fingerprint(self) -> dict:
         files = {"shards": self.signatures, "columns": self.columns, "target": self.target}
@@ -114,7 +108,7 @@ class Shards(Source):
         column_of = {extension: _column_of(extension, self.columns) for extension in extensions}
         wanted = [extension for extension, name in column_of.items() if name is not None]
         positions = {extension: numpy.full((len(self), 2), -1, numpy.int64) for extension in wanted}
-        for first, (info, (files,)) in zip(self._offsets[:-1].tolist(), samples, strict=True):
+        for first, (info, (files,)) in zip(self.offsets[:-1].tolist(), samples, strict=True):
             for index, extension in enumerate(info["endings"]):
                 if extension in positions:
                     found = files[files[:, 1] == index]
@@ -154,21 +148,15 @@ class Shards(Source):
         batch = acquire((len(values), *common[0]), common[1])
         return torch.stack(values, out=batch) if values else batch
 
-    def _common_shape(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
-        """Returns the (shape, dtype) of arrays probed from all shards; None if they differ."""
-        common, _ = load_or_compute(["shape of arrays", name], self.signatures, lambda: self._probe_shapes(name))
-        return (torch.Size(common[0]), getattr(torch, common[1])) if common else None
-
     def _probe_shapes(self, name: str) -> CacheEntry:
+        """Returns ((shape, dtype) of arrays probed from all shards, None if they differ; no arrays)."""
         present = numpy.flatnonzero(self.positions[name][:, 0] >= 0)
         rows = present[numpy.unique(numpy.linspace(0, len(present) - 1, PROBED_SAMPLES).astype(numpy.int64))]
         forms = set()
         for content in self.raw(name, rows):
-            try:
+            with suppress(*DECODE_ERRORS):  # reported when the row is read
                 array = _decode_array(content)
-            except DECODE_ERRORS:
-                continue  # reported when the row is read
-            forms.add((tuple(array.shape), str(array.dtype).removeprefix("torch.")))
+                forms.add((tuple(array.shape), str(array.dtype).removeprefix("torch.")))
         return forms.pop() if len(forms) == 1 else None, []
 
     def raw(self, name: str, rows: numpy.ndarray) -> list[bytes]:
@@ -177,67 +165,49 @@ class Shards(Source):
         if (begins < 0).any():
             row = int(rows[(begins < 0).argmax()])
             raise BadRow(row, self._where(row), f"it has no file that ends in .{name}")
-        return read_ranges(self.signatures, self._shard_of(rows), begins, ends)
-
-    def _shard_of(self, rows: Any) -> Any:
-        return numpy.searchsorted(self._offsets, rows, "right") - 1
+        return read_ranges(self.signatures, self.file_of(rows), begins, ends)
 
     def _where(self, row: int) -> str:
-        return f"{self.signatures[int(self._shard_of(row))][0]}, {self.keys[row]}"
+        return f"{self.signatures[int(self.file_of(row))][0]}, {self.keys[row]}"
 
 
-def _index_shard(signature: list, tell: ReportBytes) -> tuple[CacheEntry, str | None]:
-    """Finds the files of every complete sample of a shard. Returns ({"keys" of the samples, "endings": the extensions},
-    [array of (sample, extension, begin, end)]), and the reason why a damaged shard has no more samples.
+def _index_shard(content: memoryview, path: str, tell: ReportBytes) -> tuple[CacheEntry, str | None]:
+    """({"keys" of the complete samples, "endings": the extensions}, [array of (sample, extension, begin, end)]), and
+    why a damaged shard has no more samples. ConfigurationError if samples are ambiguous.
     """
     keys: list[str] = []
     extensions: dict[str, int] = {}
     files: list[tuple[int, int, int, int]] = []
     why = None
     try:
-        for key, parts in _samples(signature, tell):
-            for extension, (begin, end) in parts.items():
-                files.append((len(keys), extensions.setdefault(extension, len(extensions)), begin, end))
+        for key, members_of_sample in groupby(_members_with_keys(content, path, tell), itemgetter(0)):
+            parts: dict[str, tuple[int, int]] = {}
+            for _, name, extension, begin, end in members_of_sample:
+                if extension in parts:
+                    advice = "the files of a sample must be adjacent and have different extensions"
+                    raise ConfigurationError(f"{path} has two files {name}; {advice}")
+                parts[extension] = begin, end
+            for extension, span in parts.items():
+                files.append((len(keys), extensions.setdefault(extension, len(extensions)), *span))
             keys.append(key)
-    except ConfigurationError as error:
-        if not is_file_error(signature[0], error):
-            raise
-        why = str(error)
+    except DamagedTarError as error:
+        why = f"{path} {error}"
     array = numpy.array(files, numpy.int64).reshape(-1, 4)
     return ({"keys": keys, "endings": [*extensions]}, [array]), why
 
 
-def _samples(signature: list, tell: ReportBytes) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
-    """Yields (key, {extension: (begin, end)}) of a shard's samples; ConfigurationError if damaged or ambiguous."""
-    path = signature[0]
-    current: str | None = None
-    parts: dict[str, tuple[int, int]] = {}
-    try:
-        for index, (name, begin, end) in enumerate(members(read_file(signature, tell))):
-            if index % MEMBERS_PER_REPORT == 0:
-                tell(begin)
-            _check_inside(path, name)
-            directory, slash, file = name.removeprefix("./").rpartition("/")
-            stem, dot, extension = file.partition(".")
-            if not dot or not stem or not extension or stem.startswith("__"):
-                continue  # metadata of the shard, or a hidden file
-            key, extension = f"{directory}{slash}{stem}", extension.lower()
-            if current is not None and key != current and parts:
-                yield current, parts
-                parts = {}
-            if extension in parts:
-                advice = "the files of a sample must be adjacent and have different extensions"
-                raise ConfigurationError(f"{path} has two files {name}; {advice}")
-            current, parts[extension] = key, (begin, end)
-    except DamagedTarError as error:
-        raise FileMissingError(f"{path} {error}") from None
-    if current is not None and parts:
-        yield current, parts
-
-
-def _check_inside(path: str, name: str) -> None:
-    if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
-        raise ConfigurationError(f"{path} has a member {name!r}, whose path leaves the archive; do not trust this file")
+def _members_with_keys(content: memoryview, path: str, tell: ReportBytes) -> Iterator[tuple[str, str, str, int, int]]:
+    """Yields (key of the sample, name, extension, begin, end) of files, without metadata and hidden ones."""
+    for index, (name, begin, end) in enumerate(members(content)):
+        if index % MEMBERS_PER_REPORT == 0:
+            tell(begin)
+        if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
+            problem = f"a member {name!r}, whose path leaves the archive"
+            raise ConfigurationError(f"{path} has {problem}; do not trust this file")
+        directory, slash, file = name.removeprefix("./").rpartition("/")
+        stem, _, extension = file.partition(".")
+        if stem and extension and not stem.startswith("__"):
+            yield f"{directory}{slash}{stem}", name, extension.lower(), begin, end
 
 
 def _select_columns(samples: list[CacheEntry], columns: Sequence[str] | None, target: str | None) -> list[str]:

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy
 
 from hasten.core.errors import ConfigurationError
-from hasten.data.io.dir_walk import walk
 from hasten.data.io.metadata_cache import TIMESTAMP_GRANULARITY_NS, load, store
+from hasten.data.io.paths import walk
 
 MIN_FILES = 1000  # the list of a smaller directory is not cached
 
@@ -28,15 +28,13 @@ class FileList:
     root: str  # the common beginning of all paths; may be empty
     directories: list[str]  # relative to the root, sorted
     parents: numpy.ndarray  # index of each file's directory, int32, shape (files,)
-    letters: numpy.ndarray  # all file names, one after the other, UTF-8, uint8
-    ends: numpy.ndarray  # the end of each name in ``letters``, int64, shape (files,)
+    names: numpy.ndarray  # file names, UTF-8, of NumPy's dtype for bytes, shape (files,)
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.names)
 
     def name(self, index: int) -> str:
-        begin = self.ends[index - 1] if index else 0
-        return os.fsdecode(self.letters[begin : self.ends[index]].tobytes())
+        return os.fsdecode(bytes(self.names[index]))
 
     def relative_path(self, index: int) -> str:
         """The path of a file, relative to the root."""
@@ -60,8 +58,7 @@ def list_directory(directory: str | Path, suffixes: tuple[str, ...]) -> FileList
             files[path], times[path] = [name for name in names if name.lower().endswith(suffixes)], modified_ns
         listed = _build(root, files)
         if len(listed) >= MIN_FILES and max(times.values()) < start_ns - TIMESTAMP_GRANULARITY_NS:
-            arrays = [listed.parents, listed.letters, listed.ends]
-            store(key, {"directories": listed.directories, "times": times}, arrays)
+            store(key, {"directories": listed.directories, "times": times}, [listed.parents, listed.names])
     if not len(listed):
         raise ConfigurationError(f"the directory {directory} holds no file that ends in {' or '.join(suffixes)}")
     return listed
@@ -80,13 +77,8 @@ def _build(root: str, files: dict[str, list[str]]) -> FileList:
     directories = sorted(directory for directory, names in files.items() if names)
     names = [os.fsencode(name) for directory in directories for name in sorted(files[directory])]
     counts = [len(files[directory]) for directory in directories]
-    return FileList(
-        root=root,
-        directories=directories,
-        parents=numpy.repeat(numpy.arange(len(directories), dtype=numpy.int32), counts),
-        letters=numpy.frombuffer(b"".join(names), numpy.uint8),
-        ends=numpy.cumsum(numpy.fromiter(map(len, names), numpy.int64, len(names))),
-    )
+    parents = numpy.repeat(numpy.arange(len(directories), dtype=numpy.int32), counts)
+    return FileList(root, directories, parents, numpy.array(names, numpy.bytes_))
 
 
 def _load(key: list, root: str) -> FileList | None:

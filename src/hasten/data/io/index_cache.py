@@ -6,21 +6,24 @@ files without a version. Progress is reported while a large file is read.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy
 
 from hasten.core.errors import ConfigurationError
 from hasten.data.io.metadata_cache import TIMESTAMP_GRANULARITY_NS, CacheEntry, load, store
 from hasten.data.io.paths import FileMissingError, file_signature, is_file_error, is_remote
+from hasten.data.io.range_reader import read_file
 from hasten.data.io.remote import MAX_REQUESTS
 from hasten.data.progress import rate_reporter
+from hasten.data.source import BadRow
 
 MIN_BYTES = 1_000_000  # of the files; the index of smaller ones is not cached
 
 ReportBytes = Callable[[int], None]  # called with the number of bytes of the file that have been read
-BuildIndex = Callable[[list, ReportBytes], tuple[CacheEntry, str | None]]
+BuildIndex = Callable[[memoryview, str, ReportBytes], tuple[CacheEntry, str | None]]
 
 
 def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[tuple[list, CacheEntry, str | None]]:
@@ -28,7 +31,8 @@ def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[
     it.
 
     ``key`` is what the index contains, as the progress message names it, and whatever it depends on besides the file,
-    as JSON. ``build`` is ``(signature, report) -> (index, reason why it is incomplete, or None)``.
+    as JSON. ``build`` is ``(content, path, report) -> (index, reason why it is incomplete, or None)``; the content of a
+    file that cannot be read is empty.
     """
     with ThreadPoolExecutor(min(len(paths), MAX_REQUESTS)) as pool:  # a remote signature takes a round trip
         signatures = list(pool.map(_signature, paths) if any(map(is_remote, paths)) else map(_signature, paths))
@@ -41,7 +45,9 @@ def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[
         damage = None
         if index is None:
             start_ns = time.time_ns()
-            index, damage = build(signature, lambda position, done=done: report(done + position))
+            content, unread = _read(signature, tell := lambda position, done=done: report(done + position))
+            index, damage = build(content, signature[0], tell)
+            damage = unread or damage
             done += signature[1] or 0
             report(done)
             if damage is None:
@@ -50,19 +56,38 @@ def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[
     return results
 
 
-def rows_of_damage(
-    files: list[str], offsets: numpy.ndarray, reasons: list[str | None], what: str
-) -> dict[int, tuple[str, str]]:
-    """Returns {last row of a damaged file, which stands for what could not be indexed: (file, reason)}. ``offsets`` are
-    the first row of each file, and the end. ConfigurationError if there are no other rows.
+class IndexedFiles:
+    """The rows of indexed files. Of a damaged file the last row is bad, and stands for what could not be indexed.
+
+    ``indices`` are those of the files ``paths``, from ``load_or_build_index``, ``counts`` the numbers of their good
+    rows; ``what`` a row is. ConfigurationError if there are no good rows.
     """
-    last_rows = (offsets[1:] - 1).tolist()
-    bad = {row: (file, why) for file, row, why in zip(files, last_rows, reasons, strict=True) if why is not None}
-    if bad and len(bad) == offsets[-1]:
-        raise FileMissingError(next(iter(bad.values()))[1])
-    if not offsets[-1]:
-        raise ConfigurationError(f"there is no {what} in {', '.join(files[:3])}")
-    return bad
+
+    def __init__(self, paths: list[str], indices: list[tuple], counts: Iterable[int], what: str) -> None:
+        self.signatures: list[list] = [signature for signature, _, _ in indices]
+        reasons = [why for _, _, why in indices]
+        rows = [count + (why is not None) for count, why in zip(counts, reasons, strict=True)]
+        self.offsets = numpy.cumsum([0, *rows])  # first row of each file, and the end
+        damaged = zip((self.offsets[1:] - 1).tolist(), paths, reasons, strict=True)
+        self.bad = {row: (file, why) for row, file, why in damaged if why is not None}
+        self.lost = dict(self.bad.values())  # {file: why}
+        if self.bad and len(self.bad) == len(self):
+            raise FileMissingError(next(iter(self.bad.values()))[1])
+        if not len(self):
+            raise ConfigurationError(f"there is no {what} in {', '.join(paths[:3])}")
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def chunk_offsets(self) -> numpy.ndarray:
+        return self.offsets
+
+    def known_bad_rows(self) -> list[BadRow]:
+        return [BadRow(row, *bad) for row, bad in self.bad.items()]
+
+    def file_of(self, rows: Any) -> Any:
+        """Returns the index of the file of each row."""
+        return numpy.searchsorted(self.offsets, rows, "right") - 1
 
 
 def load_or_compute(key: list, signatures: list[list], compute: Callable[[], CacheEntry]) -> CacheEntry:
@@ -73,6 +98,16 @@ def load_or_compute(key: list, signatures: list[list], compute: Callable[[], Cac
         entry = compute()
         _store(key, signatures, entry, start_ns)
     return entry
+
+
+def _read(signature: list, report: ReportBytes) -> tuple[memoryview, str | None]:
+    """Returns (content of a file, None), or nothing and the reason why this file cannot be read."""
+    try:
+        return read_file(signature, report), None
+    except ConfigurationError as error:
+        if not is_file_error(signature[0], error):
+            raise
+        return memoryview(b""), str(error)
 
 
 def _signature(path: str) -> list:
@@ -89,26 +124,14 @@ def _signature(path: str) -> list:
 
 
 def _load(key: list, signatures: list[list]) -> CacheEntry | None:
-    entry = load(_entry_key(key, signatures)) if _is_cacheable(signatures) else None
-    if entry is None or entry[0]["files"] != _versions(signatures):
-        return None
-    return entry[0]["found"], entry[1]
+    return load([*key, signatures]) if _is_cacheable(signatures) else None
 
 
 def _store(key: list, signatures: list[list], entry: CacheEntry, start_ns: int) -> None:
     """Caches an entry, unless a local file can have changed since ``start_ns`` without a new modification time."""
     times = (max(version) for _, _, version in signatures if isinstance(version, list))  # a server's clock may differ
     if _is_cacheable(signatures) and max(times, default=0) < start_ns - TIMESTAMP_GRANULARITY_NS:
-        store(_entry_key(key, signatures), {"files": _versions(signatures), "found": entry[0]}, entry[1])
-
-
-def _entry_key(key: list, signatures: list[list]) -> list:
-    return [*key, [path for path, _, _ in signatures]]
-
-
-def _versions(signatures: list[list]) -> list[list]:
-    """Returns the signatures without the paths: remote addresses may contain passwords."""
-    return [signature[1:] for signature in signatures]
+        store([*key, signatures], *entry)
 
 
 def _is_cacheable(signatures: list[list]) -> bool:

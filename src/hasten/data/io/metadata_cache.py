@@ -1,7 +1,8 @@
 """Metadata cache: stores file lists and indexes in the user's cache directory for later processes.
 
-An entry is an ``.npz`` file: JSON as bytes, then arrays; its name is a hash of its key, which may contain an address. A
-damaged or truncated entry counts as missing. Loading executes no code; joblib and diskcache would use pickle.
+An entry is an ``.npz`` file: its name and data (JSON as bytes), then arrays. The name is a hash of the key, which may
+contain an address. A damaged or truncated entry counts as missing. Loading executes no code; joblib and diskcache would
+use pickle.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from uuid import uuid4
 import numpy
 from platformdirs import user_cache_path
 
-FORMAT = 3  # version of the file format, and of the code that computes the content
+FORMAT = 4  # version of the file format, and of the code that computes the content
 TIMESTAMP_GRANULARITY_NS = 2_000_000_000  # a file changed within this time may change again with an equal timestamp
 
 CacheEntry = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)
@@ -31,11 +32,12 @@ def default_directory() -> Path:
 
 
 def load(key: list) -> CacheEntry | None:
-    """Returns the entry under a key, or None if it is missing or damaged."""
-    with suppress(Exception), open(_path(key), "rb") as file:
-        content = numpy.load(file, allow_pickle=False)  # zipfile compares checksums
-        data, *arrays = (content[name] for name in content.files)
-        return json.loads(data.tobytes()), arrays
+    """Returns the entry under a key, or None if it is missing, damaged or of another key."""
+    with suppress(Exception), open(path := _path(key), "rb") as file:
+        stored = numpy.load(file, allow_pickle=False)  # zipfile compares checksums
+        content, *arrays = (stored[name] for name in stored.files)
+        name, data = json.loads(content.tobytes())
+        return (data, arrays) if name == path.name else None
     return None
 
 
@@ -48,7 +50,7 @@ def store(key: list, data: Any, arrays: list[numpy.ndarray]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{uuid4().hex}.npz")
         try:
-            numpy.savez(temporary, numpy.frombuffer(json.dumps(data).encode(), numpy.uint8), *arrays)
+            numpy.savez(temporary, numpy.frombuffer(json.dumps([path.name, data]).encode(), numpy.uint8), *arrays)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from glob import has_magic
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.data.io import remote
-from hasten.data.io.dir_walk import entries, is_directory, matcher, walk
+from hasten.data.io.remote import matcher
 
 NUMBER_RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
 # Errors of one file, as opposed to errors of the machine or the disk.
@@ -138,15 +138,16 @@ def _expand_numbers(pattern: str) -> Iterator[str]:
 
 
 def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Yields the files that a local path, directory or pattern selects, each once.
-
-    A file that is found through several paths to its directory has the path without links, if there is one.
-    """
+    """Yields the files that a local path, directory or pattern selects, each once, by its path without links if any."""
     if os.path.isfile(pattern):
         yield pattern
         return
+    top, parts = pattern, list[str]()
+    while has_magic(top) and not os.path.isdir(top):
+        top, part = os.path.split(top)
+        parts.insert(0, part)
     found: dict[str, dict[str, set[str]]] = {}  # real path of a directory -> each path to it -> names of files
-    for directory, names in _find(pattern, suffixes):
+    for directory, names in _glob(top, parts, suffixes) if os.path.isdir(top or ".") else ():
         paths = found.setdefault(os.path.realpath(directory), {})
         paths.setdefault(directory, set()).update(names)
     for real, paths in found.items():
@@ -157,20 +158,9 @@ def _local_matches(pattern: str, suffixes: tuple[str, ...]) -> Iterator[str]:
             seen |= paths[directory]
 
 
-def _find(pattern: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yields (directory, names of files) of all files that a local directory or pattern selects, some repeatedly."""
-    directory, parts = pattern, list[str]()
-    while has_magic(directory) and not os.path.isdir(directory):
-        directory, part = os.path.split(directory)
-        parts.insert(0, part)
-    return _glob(directory, parts, suffixes) if os.path.isdir(directory or ".") else iter(())
-
-
 def _glob(directory: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yields (directory, names of files) below ``directory`` that match ``pattern``, which is split at its slashes; of
-    a directory that matches, all below it that end in one of ``suffixes``.
-
-    The types of entries come with the listing, without a ``stat`` for each file: a million files take a second.
+    """Yields (directory, names of files) below ``directory`` that match ``pattern``, which is split at its slashes,
+    some repeatedly; of a directory that matches, all below it that end in one of ``suffixes``.
     """
     if not pattern:
         for path, _, names in walk(directory):
@@ -180,10 +170,10 @@ def _glob(directory: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iter
             yield from _glob(os.path.join(directory, path) if path else directory, pattern[1:], suffixes)
     else:
         is_match, names = matcher("*" if pattern[0] == "**" else pattern[0]), []
-        for entry in entries(directory):
+        for entry in _entries(directory):
             if not is_match(entry.name):
                 continue
-            if is_directory(entry):
+            if _is_directory(entry):
                 yield from _glob(os.path.join(directory, entry.name), pattern[1:], suffixes)
             elif len(pattern) == 1:
                 names.append(entry.name)
@@ -208,10 +198,52 @@ def _no_match_message(pattern: str, suffixes: tuple[str, ...]) -> str:
         return message
     if not os.path.isdir(directory or "."):
         return f"{message}: there is no directory {directory}"
-    names = [entry.name for entry in entries(directory)]
+    names = [entry.name for entry in _entries(directory)]
     if not names:
         return f"{message}: the directory is empty"
     return message + suggest(name, sorted(names)[:20] if has_magic(name) else names)
+
+
+def walk(root: str) -> Iterator[tuple[str, int, list[str]]]:
+    """Yields (path relative to ``root``, modification time in ns, names of its files) of a directory and all
+    directories in it, each once, without hidden ones. An empty root is the working directory. ConfigurationError if a
+    directory cannot be read. ``os.walk(followlinks=True)`` would follow circular links until the path is too long.
+    """
+    visited: set[tuple[int, int]] = set()  # (device, inode), the same for all paths to a directory
+    tops = [root or "."]
+    while tops:  # links last and sorted: a directory inside the root is visited under its own name
+        for path, directories, files in os.walk(tops.pop(tops.index(min(tops))), onerror=_refuse):
+            info = os.stat(path)
+            if (info.st_dev, info.st_ino) in visited:
+                directories.clear()
+                continue
+            visited.add((info.st_dev, info.st_ino))
+            directories[:] = [name for name in directories if not name.startswith(".")]
+            tops += [link for name in directories if os.path.islink(link := os.path.join(path, name))]
+            relative = os.path.relpath(path, root or ".")
+            visible = [name for name in files if not name.startswith(".")]
+            yield "" if relative == "." else relative, info.st_mtime_ns, visible
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory or a link to one; False for a broken or circular link."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _entries(directory: str) -> list[os.DirEntry[str]]:
+    """Returns the entries of a directory (empty: the working directory); ConfigurationError if it cannot be read."""
+    try:
+        with os.scandir(directory or ".") as scan:
+            return [*scan]
+    except OSError as error:
+        _refuse(error)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise ConfigurationError(f"cannot read the directory {error.filename}: {error.strerror}") from None
 
 
 @lru_cache(maxsize=MAX_MAPPED_FILES)

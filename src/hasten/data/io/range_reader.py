@@ -1,10 +1,7 @@
 """Reads byte ranges of local and remote files; safe in several threads and processes at once.
 
 Local files are read with ``pread`` and not mapped into memory: truncating a mapped file kills the process that reads
-it. A local file is checked for changes at every read; a remote file, where a check is a request, every
-``REMOTE_CHECK_INTERVAL_S``.
-
-Remote ranges that lie apart, as those of shuffled rows do, are requested concurrently (fsspec's ``cat_ranges``). A
+it. Remote ranges that lie apart, as those of shuffled rows do, are requested concurrently (fsspec's ``cat_ranges``). A
 single range, as of rows in order, is read through an open file with fsspec's read-ahead cache, which usually contains
 the next batch already.
 """
@@ -14,8 +11,8 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy
@@ -46,9 +43,10 @@ def read_ranges(
     remote_files = [file for file in unique_files if is_remote(signatures[file][0])]
     for file in unique_files:
         if file not in remote_files:
-            with _local_reader(signatures[file]) as read:
-                for index in numpy.flatnonzero(files == file).tolist():
-                    parts[index] = _read_fully(read, signatures[file][0], int(begins[index]), int(ends[index]))
+            indices = numpy.flatnonzero(files == file)
+            ranges = zip(begins[indices].tolist(), ends[indices].tolist(), strict=True)
+            for index, part in zip(indices.tolist(), _read_local(signatures[file], ranges), strict=True):
+                parts[index] = part
     if remote_files:
         indices = numpy.flatnonzero(numpy.isin(files, remote_files))
         ranges = zip(files[indices].tolist(), begins[indices].tolist(), ends[indices].tolist(), strict=True)
@@ -91,14 +89,13 @@ def read_file(signature: list, report: Callable[[int], None]) -> memoryview:
     return memoryview(content)
 
 
-@contextmanager
-def _local_reader(signature: list) -> Iterator[Callable[[int, int], bytes]]:
-    """Opens a local file: ``(size, position) -> bytes``. ``RunError`` if it has changed since ``signature``."""
+def _read_local(signature: list, ranges: Iterable[tuple[int, int]]) -> list[bytes]:
     path = signature[0]
     check_unchanged(path, signature)
     with open_file(path) as file:
+        read = partial(os.pread, file.fileno())
         try:
-            yield lambda size, position: os.pread(file.fileno(), size, position)
+            return [_read_fully(read, path, begin, end) for begin, end in ranges]
         except OSError as error:
             raise RunError(f"cannot read {path}: {error.strerror}") from None
 

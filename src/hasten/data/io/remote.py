@@ -10,12 +10,12 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from fnmatch import translate
+from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hasten.core.errors import ConfigurationError, HastenWarning, ProgressWarning, RunError, format_error
-from hasten.data.io.dir_walk import matcher
 
 RETRY_DELAYS_S = (1.0, 2.0, 4.0)
 MAX_REQUESTS = 32  # concurrent
@@ -47,16 +47,15 @@ def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
     """
     system, name = _system(pattern)
     is_web = _is_web(pattern)
-    ls = partial(_links, system) if is_web else partial(system.ls, detail=True)
-    find = partial(_find_links, system) if is_web else system.find
+    ls = cache(partial(_links, system) if is_web else partial(system.ls, detail=True))
 
     def expand() -> list[str]:
         if magic := re.search(r"[*[]" if is_web else r"[*?[]", name):  # in an address, a question mark begins the query
             begin = name.rfind("/", 0, magic.start()) + 1
             directory = name[:begin] if is_web else name[:begin].rstrip("/")
-            return [*_glob(ls, find, directory, name[begin:].split("/"), suffixes)]
+            return [*_glob(ls, directory, name[begin:].split("/"), suffixes)]
         if _is_page(system, name, suffixes) if is_web else system.info(name)["type"] == "directory":
-            return [*_glob(ls, find, name, [], suffixes)]
+            return [*_glob(ls, name, [], suffixes)]
         if is_web:
             system.info(name)  # raises if there is no such file
         return [name]
@@ -195,38 +194,30 @@ def _is_web(path: str) -> bool:
     return path.startswith(("http://", "https://"))
 
 
-def _glob(ls: Callable, find: Callable, directory: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Yields the files in ``directory`` that match ``pattern`` (split at its slashes), as for local patterns.
+@lru_cache
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Returns ``(name) -> bool`` for one part of a path; only a pattern with a leading dot matches hidden names."""
+    match = re.compile(translate(pattern)).match
+    return lambda name: match(name) is not None and (pattern.startswith(".") or not name.startswith("."))
 
-    Directories are listed level by level, so that no directory that the pattern excludes is requested; from ``**`` on,
-    and in a directory that matches, all are.
+
+def _glob(ls: Callable, directory: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Yields the files in ``directory`` that match ``pattern`` (split at its slashes), as for local patterns, some
+    repeatedly. Directories are listed level by level, and none that the pattern excludes.
     """
-    if not pattern or pattern[0] == "**":
-        files = ((path, path.removeprefix(directory).lstrip("/").split("/")) for path in find(directory))
-        yield from (path for path, parts in files if _matches(parts, pattern, suffixes))
-        return
-    is_match = matcher(pattern[0])
+    deeper = pattern[1:]
+    if pattern[:1] == ["**"] and deeper:
+        yield from _glob(ls, directory, deeper, suffixes)
+        deeper = pattern
+    is_match = matcher(pattern[0] if pattern else "*")
     for entry in ls(directory):
         path = entry["name"].rstrip("/")
         if path == directory.rstrip("/") or not is_match(path.rpartition("/")[2]):
             continue
         if entry["type"] == "directory":
-            yield from _glob(ls, find, path, pattern[1:], suffixes)
-        elif len(pattern) == 1:  # a file, or a link, whose type differs between file systems
-            yield path
-
-
-def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
-    """Whether a pattern selects a file: itself, or by a directory above it if its name ends in one of ``suffixes``."""
-    if not pattern:
-        is_hidden = any(part.startswith(".") for part in parts)
-        return not is_hidden and (not suffixes or parts[-1].lower().endswith(suffixes))
-    if pattern[0] == "**" and len(pattern) > 1:
-        deeper = len(parts) > 1 and not parts[0].startswith(".") and _matches(parts[1:], pattern, suffixes)
-        return deeper or _matches(parts, pattern[1:], suffixes)
-    if not matcher(pattern[0])(parts[0]):
-        return False
-    return len(pattern) == 1 if len(parts) == 1 else _matches(parts[1:], pattern[1:], suffixes)
+            yield from _glob(ls, path, deeper, suffixes)
+        elif len(pattern) == 1 or (not pattern and path.lower().endswith(suffixes or "")):
+            yield path  # a file, or a link, whose type differs between file systems
 
 
 def _is_page(system: Any, name: str, suffixes: tuple[str, ...]) -> bool:
@@ -234,16 +225,6 @@ def _is_page(system: Any, name: str, suffixes: tuple[str, ...]) -> bool:
     before_query = name.partition("?")[0]
     has_suffix = suffixes and any(text.lower().endswith(suffixes) for text in (name, before_query))
     return not has_suffix and bool(_links(system, name))
-
-
-def _find_links(system: Any, directory: str) -> Iterator[str]:
-    """Yields the files that an HTTP page of links, and the pages below it, link to."""
-    for entry in _links(system, directory):
-        path = entry["name"].rstrip("/")
-        if entry["type"] != "directory":
-            yield path
-        elif path != directory.rstrip("/"):
-            yield from _find_links(system, path)
 
 
 def _links(system: Any, page: str) -> list[dict]:
@@ -276,9 +257,15 @@ def _with_retries(path: str, request: Callable[[], T]) -> T:
         except Exception as error:  # each file system has its own error classes
             if "range requests" in str(error):
                 raise ConfigurationError(f"{path}: {NO_RANGES}") from None
-            reason = format_error(_cause(error))
-            if _is_permanent(error):
-                kind = NotFoundError if _is_missing(error) else ConfigurationError
+            cause = _cause(error)
+            reason, status = format_error(cause), getattr(cause, "status", None)
+            if isinstance(status, int):
+                is_permanent = 400 <= status < 500 and status not in RETRIED_STATUSES
+            else:
+                is_permanent = isinstance(cause, PERMANENT_ERRORS)
+            if is_permanent:
+                is_missing = status in MISSING_STATUSES or isinstance(cause, FileNotFoundError)
+                kind = NotFoundError if is_missing else ConfigurationError
                 raise kind(f"cannot read {path}: {reason}") from None
             if attempt == len(RETRY_DELAYS_S):
                 raise RunError(f"cannot reach {path} after {attempt + 1} attempts: {reason}") from None
@@ -286,21 +273,6 @@ def _with_retries(path: str, request: Callable[[], T]) -> T:
             warnings.warn(f"{path} failed ({reason}); next attempt in {delay:g} s", ProgressWarning, stacklevel=2)
             time.sleep(delay)
     raise AssertionError("unreachable")
-
-
-def _is_permanent(error: Exception) -> bool:
-    """Whether an error will not go away on retry, such as a missing file or denied access."""
-    cause = _cause(error)
-    status = getattr(cause, "status", None)
-    if isinstance(status, int):
-        return 400 <= status < 500 and status not in RETRIED_STATUSES
-    return isinstance(cause, PERMANENT_ERRORS)
-
-
-def _is_missing(error: Exception) -> bool:
-    """Whether the error means that the file does not exist, rather than that access is denied."""
-    cause = _cause(error)
-    return getattr(cause, "status", None) in MISSING_STATUSES or isinstance(cause, FileNotFoundError)
 
 
 def _cause(error: Exception) -> BaseException:

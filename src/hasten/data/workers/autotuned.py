@@ -12,14 +12,12 @@ import numpy
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.data.array_source import Arrays
-from hasten.data.bad_rows import BadRowPolicy
 from hasten.data.batch_builder import Map
-from hasten.data.cache.cache import Cache, DiskCache, cached
+from hasten.data.cache.cache import Cache, DiskCache, bytes_of, cached, read_first
 from hasten.data.cache.cache_disk import CacheDirectory, free_disk
-from hasten.data.cache.populate import bytes_of, read_first
 from hasten.data.io.metadata_cache import default_directory
 from hasten.data.rng import isolated_rng
-from hasten.data.source import BadRow, Source, unbatch
+from hasten.data.source import BadRow, BadRowPolicy, Source, unbatch
 from hasten.data.workers.runners import Runner, runner_of
 from hasten.loading.autotuner import WAIT_TOLERANCE, LoaderAutotuner, SearchSpace
 from hasten.utils.rng import get_rng_state
@@ -58,18 +56,8 @@ class AutotunedRunner:
 
     def reset(self) -> AutotunedRunner:
         """Returns a copy for other batches, which starts the search from the current settings."""
-        old = self.autotuner
-        return replace(
-            self,
-            autotuner=LoaderAutotuner(
-                old.workers,
-                cores=old.cores,
-                memory_budget=old.memory_budget,
-                epochs=old.epochs,
-                on_converged=old.on_converged,
-            ),
-            active_cache={},
-        )
+        options = {name: getattr(self.autotuner, name) for name in ("cores", "memory_budget", "epochs", "on_converged")}
+        return replace(self, autotuner=LoaderAutotuner(self.workers, **options), active_cache={})
 
     def bulk_runner(self) -> Runner:
         """Returns a runner that uses all cores, for work outside the training steps such as filling a cache."""
@@ -131,9 +119,9 @@ class AutotunedRunner:
         """Returns the limit of the cache; None, the default, on a disk that the user or an earlier run chose."""
         if where == "memory":
             return self.autotuner.memory_budget() / 1e9
-        return (
-            max(1, MAX_DISK_FRACTION * free_disk(default_directory())) / 1e9 if self.autotuner.cache is None else None
-        )
+        if self.autotuner.cache is not None:
+            return None
+        return max(1, MAX_DISK_FRACTION * free_disk(default_directory())) / 1e9
 
 
 def is_cacheable(source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> bool:
@@ -166,10 +154,8 @@ def is_repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
 def _warn_about_disk(cache: Cache) -> None:
     """Warns where a disk cache that the autotuner created lies, and how large it is; nothing deletes it."""
     if isinstance(cache, DiskCache) and cache.identity is not None:
-        size, directory = (
-            bytes_of(cache.columns, len(cache)) / 1e9,
-            CacheDirectory(cache.directory, cache.identity).path,
-        )
+        size = bytes_of(cache.columns, len(cache)) / 1e9
+        directory = CacheDirectory(cache.directory, cache.identity).path
         reason = "the samples do not fit into the memory budget"
         message = f"{reason}; trying a cache on disk: {size:.3g} GB in {directory}, which stay until you delete them"
         warnings.warn(message, HastenWarning, stacklevel=2)

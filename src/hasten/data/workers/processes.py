@@ -26,8 +26,8 @@ import torch
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.source import BadRow
+from hasten.data.workers import timeout_message
 from hasten.data.workers.shm_transport import SharedBuffer, deserialize, serialize
-from hasten.data.workers.timeout import timeout_message
 from hasten.engine.error_messages import line_in_users_code
 
 PARENT_CHECK_INTERVAL_S = 2.0  # of an idle worker

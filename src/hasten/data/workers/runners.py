@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hasten.core.data import WorkerConfig
 from hasten.core.errors import RunError
-from hasten.data.workers.timeout import timeout_message
+from hasten.data.workers import timeout_message
 
 DEFAULT_TIMEOUT_S = 600.0
 

@@ -22,7 +22,12 @@ ALIGNMENT = 64  # bytes
 
 def serialize(value: Any, buffer: SharedBuffer) -> bytes:
     """Serializes a value; its tensors are copied into the buffer."""
-    return _TensorPickler().message(value, buffer)
+    pickler = _TensorPickler()
+    pickler.dump(value)
+    memory = buffer.memory(pickler.size)
+    for offset, tensor in pickler.tensors:
+        _view(memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
+    return pickler.stream.getvalue()
 
 
 def deserialize(message: bytes, buffer: SharedBuffer) -> Any:
@@ -64,13 +69,6 @@ class _TensorPickler(pickle.Pickler):
         self.size += -(-obj.nbytes // ALIGNMENT) * ALIGNMENT
         self.tensors.append((offset, obj.detach()))
         return offset, tuple(obj.shape), obj.dtype
-
-    def message(self, value: Any, buffer: SharedBuffer) -> bytes:
-        self.dump(value)
-        memory = buffer.memory(self.size)
-        for offset, tensor in self.tensors:
-            _view(memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
-        return self.stream.getvalue()
 
 
 class _Unpickler(pickle.Unpickler):

@@ -1,7 +1,0 @@
-"""The error message for a worker that hangs, thread or process."""
-
-
-def timeout_message(index: int, seconds: float, worker: str) -> str:
-    """Returns the error message for a batch that exceeds the timeout."""
-    hint = "check what it waits for, or raise .prefetch(timeout=)"
-    return f"batch {index} of the epoch was not ready within {seconds:g} s: {worker} hangs; {hint}"
