@@ -7,9 +7,8 @@ import asyncio
 import hmac
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hasten.core.errors import RunError
 from hasten.deploy.signature import Signature
 from hasten.serving.batcher import Batcher, BatcherSettings, DeadlineExceededError, QueueFullError
-from hasten.serving.inputs import IMAGE_TYPES, RequestError
+from hasten.serving.inputs import IMAGE_TYPES, RequestError, zero_inputs
 from hasten.serving.models import ModelHolder, ServedModel
 from hasten.serving.predict import IMAGES_AT_ONCE, PredictEndpoint
 from hasten.serving.shadow import Shadow
@@ -42,20 +41,11 @@ SWAGGER_PAGE = """<!doctype html><title>REST interface</title><link rel="stylesh
 OPEN_PATHS = ("/health", "/ready", "/", "/docs", "/openapi.json")  # that need no token
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """What a server may do: limits of its batcher, bytes of a body, and the token that requests must carry."""
-
-    settings: BatcherSettings
-    max_body: int = MAX_BODY_BYTES
-    token: str | None = None
-
-
 class Service:
     """The batcher and what is measured of it, for one application."""
 
-    def __init__(self, holder: ModelHolder, options: ServerOptions, shadow: Shadow | None):
-        self.holder, self.options, self.shadow = holder, options, shadow
+    def __init__(self, holder: ModelHolder, settings: BatcherSettings, max_body: int, compared: Sequence[ServedModel]):
+        self.holder, self.max_body = holder, max_body
         self.is_ready = False
         self.registry = CollectorRegistry()
         metric = partial(Histogram, registry=self.registry)
@@ -63,18 +53,18 @@ class Service:
         self.batch_seconds = metric("hasten_batch_seconds", "Seconds of a batch in the model", buckets=LATENCIES)
         self.batch_samples = metric("hasten_batch_samples", "Samples of a batch", buckets=BATCHES)
         self.answers = Counter("hasten_answers", "Answers by status code", ["code"], registry=self.registry)
-        waiting = Gauge("hasten_waiting_samples", "Samples in the queue", registry=self.registry)
-        waiting.set_function(lambda: self.batcher.samples)
+        figures: list[tuple[str, str, Callable[[], float]]] = [
+            ("hasten_waiting_samples", "Samples in the queue", lambda: self.batcher.samples),
+            ("hasten_reload_failures", "Newer models that could not be loaded", lambda: holder.failures),
+            ("hasten_reloads", "Models loaded since the start", lambda: holder.reloads),
+        ]
+        for name, text, value in figures:
+            Gauge(name, text, registry=self.registry).set_function(value)
         self.computed_by = holder.model  # the last batch; of the inference thread
         self.images = asyncio.Semaphore(IMAGES_AT_ONCE)
-        refused = Gauge("hasten_reload_failures", "Newer models that could not be loaded", registry=self.registry)
-        refused.set_function(lambda: holder.failures)
-        reloads = Gauge("hasten_reloads", "Models loaded since the start", registry=self.registry)
-        reloads.set_function(lambda: holder.reloads)
-        if shadow is not None:
-            shadow.register(self.registry)
+        self.shadow = Shadow(*compared, self.registry) if compared else None
         self.loop = asyncio.get_running_loop()
-        self.batcher = Batcher(self._compute, self._done, options.settings, self._observe)
+        self.batcher = Batcher(self._compute, self._done, settings, self._observe)
 
     def _compute(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
         self.computed_by = self.holder.model
@@ -102,9 +92,9 @@ class Service:
             self.batcher.submit(future, inputs)
             return await future
         except QueueFullError as error:
-            seconds = str(max(1, math.ceil(error.seconds)))
-            headers = {"Retry-After": seconds}
-            raise RequestError(429, f"too many requests wait; try again in {seconds} s", headers) from None
+            seconds = max(1, math.ceil(error.seconds))
+            text = f"too many requests wait; try again in {seconds} s"
+            raise RequestError(429, text, {"Retry-After": str(seconds)}) from None
         except DeadlineExceededError:
             raise RequestError(503, "the request waited too long; try again later") from None
         except RunError as error:
@@ -145,7 +135,7 @@ class Guard:
             await send(message)
 
         try:
-            if self.token is not None and not _is_open(scope["path"]) and not _has_token(scope, self.token):
+            if self.token is not None and not _is_allowed(scope, self.token):
                 headers = {"WWW-Authenticate": "Bearer"}
                 answer: ASGIApp = JSONResponse({"error": "a bearer token is needed"}, 401, headers)
             else:
@@ -162,31 +152,39 @@ class Guard:
         self.app.state.service.answers.labels(str(code)).inc()
 
 
-def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Shadow | None = None) -> Guard:
+def make_app(
+    holder: ModelHolder,
+    settings: BatcherSettings,
+    max_body: int,
+    token: str | None,
+    page: str,
+    compared: Sequence[ServedModel] = (),
+) -> Guard:
     """The application that serves a model.
 
     Args:
         holder: The model.
-        options: Limits and token.
+        settings: Limits of batches, queue and deadline.
+        max_body: Largest body of a request, in bytes.
+        token: Bearer token that requests must carry.
         page: The HTML page to try it by hand.
-        shadow: A second model that gets the same requests and answers none.
+        compared: The model once more, and a second one, which gets the same requests and answers none.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = predict.service = Service(holder, options, shadow)
+        service = app.state.service = predict.service = Service(holder, settings, max_body, compared)
         holder.start()
         service.is_ready = True
         yield
         service.is_ready = False
         await asyncio.to_thread(service.batcher.close)
         holder.close()
-        if shadow is not None:
-            shadow.close()
+        if service.shadow is not None:
+            service.shadow.close()
 
-    app = FastAPI(
-        title=f"hasten: {holder.signature.task}", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    title = f"hasten: {holder.signature.task}"
+    app = FastAPI(title=title, version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
 
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
@@ -223,14 +221,13 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
         return page
 
     app.openapi = partial(_describe, app, holder.signature)
-    return Guard(app, predict, options.token)
+    return Guard(app, predict, token)
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith("/swagger/")
-
-
-def _has_token(scope: Scope, token: str) -> bool:
+def _is_allowed(scope: Scope, token: str) -> bool:
+    """Whether a request carries the token, or asks for a page that needs none."""
+    if scope["path"] in OPEN_PATHS or scope["path"].startswith("/swagger/"):
+        return True
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, word = given.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(word.strip(), token.encode())
@@ -238,10 +235,8 @@ def _has_token(scope: Scope, token: str) -> bool:
 
 def example_inputs(signature: Signature) -> Any:
     """Inputs of one sample of zeros, as ``/predict`` takes them."""
-    values = {}
-    for spec in signature.inputs:
-        shape = [1, *(size if isinstance(size, int) else 4 for size in spec.shape[1:])]
-        values[spec.name] = numpy.zeros(shape, spec.dtype).tolist()
+    arrays = zip(signature.inputs, zero_inputs(signature), strict=True)
+    values = {spec.name: array.tolist() for spec, array in arrays}
     return values if len(values) > 1 else next(iter(values.values()))
 
 
@@ -256,9 +251,7 @@ def _describe(app: FastAPI, signature: Signature) -> dict[str, Any]:
             "summary": "Scores of the inputs",
             "operationId": "predict_predict_post",
             "requestBody": {"required": True, "content": content},
-            "responses": {
-                "200": {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}
-            },
+            "responses": {"200": {"description": "Successful Response", "content": {"application/json": {}}}},
         }
         schema = FastAPI.openapi(app)
         schema["paths"] = {"/predict": {"post": operation}, **schema["paths"]}

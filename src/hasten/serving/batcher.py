@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -42,11 +42,11 @@ class BatcherSettings:
     deadline: float = 10.0
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _Request:
     arrived: float
-    key: Any = field(compare=False)
-    inputs: Arrays = field(compare=False)
+    key: Any
+    inputs: Arrays
 
     def __len__(self) -> int:
         return len(self.inputs[0])
@@ -108,11 +108,10 @@ class Batcher:
         while batch := self._next_batch():
             now = time.monotonic()
             late = [request for request in batch if now - request.arrived > self.settings.deadline]
-            for_time = [request for request in batch if now - request.arrived <= self.settings.deadline]
             if late:
                 self.done([(request.key, DeadlineExceededError()) for request in late])
-            if for_time:
-                self._compute(for_time)
+            if in_time := [request for request in batch if request not in late]:
+                self._compute(in_time)
 
     def _next_batch(self) -> list[_Request]:
         """Waits for requests of the same shapes: at most ``max_batch`` samples, or one request; [] at the end."""
@@ -153,8 +152,7 @@ class Batcher:
             if len(batch) > 1:  # one of them is wrong, such as an index that the model does not know
                 half = len(batch) // 2
                 self._compute(batch[:half])
-                self._compute(batch[half:])
-                return
+                return self._compute(batch[half:])
             answers = [(batch[0].key, error)]
         seconds, samples = time.perf_counter() - began, sum(sizes)
         self.seconds_per_sample = 0.8 * self.seconds_per_sample + 0.2 * seconds / samples

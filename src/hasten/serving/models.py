@@ -11,8 +11,10 @@ import numpy
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.deploy.onnx_model import MODEL, OnnxModel
 from hasten.deploy.signature import SIGNATURE, Signature, TensorSpec, read_signature
+from hasten.serving.inputs import zero_inputs
 
 POLL_S = 1.0
+Stamp = tuple[tuple[int, int] | None, ...]  # of the files of a model
 
 
 class ServedModel:
@@ -42,18 +44,13 @@ class ServedModel:
     def _check(self) -> None:
         """Raises ConfigurationError if the model is not what its signature says, or cannot compute one sample."""
         session, path = self.model.session, self.directory / MODEL
-        pairs = zip(("inputs", "outputs"), (session.get_inputs(), session.get_outputs()[:1]), strict=True)
-        for kind, found in pairs:
+        for kind, found in (("inputs", session.get_inputs()), ("outputs", session.get_outputs()[:1])):
             specs = getattr(self.signature, kind)
             if len(specs) != len(found) or not all(map(_fits, specs, found)):
                 text = "; ".join(f"{entry.name} {entry.type} {entry.shape}" for entry in found)
                 raise ConfigurationError(f"the {kind} of {path} are not those of its signature: {text:.200}")
-        arrays = [
-            numpy.zeros([1, *(size if isinstance(size, int) else 4 for size in spec.shape[1:])], spec.dtype)
-            for spec in self.signature.inputs
-        ]
         try:
-            scores = self.model.run(arrays)
+            scores = self.model.run(zero_inputs(self.signature))
         except RunError as error:
             raise ConfigurationError(str(error)) from None
         if not numpy.isfinite(scores).all():
@@ -83,7 +80,7 @@ class ModelHolder:
     def __init__(self, model: ServedModel, report: Callable[[str], None]):
         self.model, self.report = model, report
         self.reloads = self.failures = 0
-        self.refused: tuple[tuple[int, int], ...] | None = None  # files that could not be loaded
+        self.refused: Stamp | None = None  # files that could not be loaded
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="reload", daemon=True)
 
@@ -114,7 +111,7 @@ class ModelHolder:
             if is_settled and None not in files and files not in (self.model.files, self.refused):
                 self._reload(files)
 
-    def _reload(self, files: tuple[tuple[int, int] | None, ...]) -> None:
+    def _reload(self, files: Stamp) -> None:
         try:
             new = ServedModel(self.model.directory, self.model.threads)
             parts = ("inputs", "outputs", "image", "max_batch")
@@ -122,7 +119,7 @@ class ModelHolder:
                 raise ConfigurationError(f"its signature has other {' and '.join(differ)}")
         except ConfigurationError as error:
             self.failures += 1
-            self.refused = files  # type: ignore[assignment]
+            self.refused = files
             self.report(f"the newer model was not loaded, the older one still answers: {error}")
             return
         self.model, self.refused = new, None
@@ -130,7 +127,7 @@ class ModelHolder:
         self.report(f"loaded the newer model of {new.directory}")
 
 
-def _stamp(directory: Path) -> tuple[tuple[int, int] | None, ...]:
+def _stamp(directory: Path) -> Stamp:
     """(inode, time of change) of the two files; None for one that is missing."""
     stamps: list[tuple[int, int] | None] = []
     for name in (MODEL, SIGNATURE):

@@ -36,7 +36,7 @@ class PredictEndpoint:
         headers: Headers = dict(reversed(scope["headers"]))  # of one that comes twice, the first counts
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await _read(headers, receive, self.service.options.max_body)
+                body = await _read(headers, receive, self.service.max_body)
             began = time.perf_counter()
             inputs = await _parse(headers, body, self.service.holder.signature, self.service.images)
             content = _content(*await self.service.predict(inputs))

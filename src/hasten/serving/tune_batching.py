@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy
 
 from hasten.deploy.signature import Signature
+from hasten.serving.inputs import zero_inputs
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAYS = 1.05  # ratio of the samples per second of two sizes, below which the larger one does not pay
@@ -26,8 +27,7 @@ def measure_batches(compute: Callable[[tuple[numpy.ndarray, ...]], object], sign
     """The median time of batches of each size, of zeros."""
     rates = []
     for size in SIZES:
-        shapes = ([size, *(dim if isinstance(dim, int) else 16 for dim in spec.shape[1:])] for spec in signature.inputs)
-        inputs = tuple(numpy.zeros(shape, spec.dtype) for shape, spec in zip(shapes, signature.inputs, strict=True))
+        inputs = zero_inputs(signature, size, free=16)
         compute(inputs)
         times, began = list[float](), time.perf_counter()
         while len(times) < 5 or time.perf_counter() - began < SECONDS:

@@ -15,21 +15,14 @@ from hasten.graph.partitions.partition import GraphPartition, check_partition
 
 DESCRIPTION, IDS = "partition.json", "partition.safetensors"
 FORMAT = 1
-FIELDS = {"format": int, "num_nodes": int, "num_parts": int, "num_edges": int, "checksum": int, "algorithm": str}
+FIELDS = {"num_nodes": int, "num_parts": int, "num_edges": int, "checksum": int, "algorithm": str}
 
 
 def save_partition(partition: GraphPartition, directory: str | Path) -> None:
     """Writes the two files; a partition that lies there is replaced."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    description = {
-        "format": FORMAT,
-        "num_nodes": partition.num_nodes,
-        "num_parts": partition.num_parts,
-        "num_edges": partition.num_edges,
-        "checksum": partition.checksum,
-        "algorithm": partition.algorithm,
-    }
+    description = {"format": FORMAT} | {name: getattr(partition, name) for name in FIELDS}
     save_file({"offsets": partition.offsets, "old_ids": partition.old_ids}, directory / f"{IDS}.new")
     (directory / f"{DESCRIPTION}.new").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
     for name in (IDS, DESCRIPTION):  # the description comes last: with it the partition is complete
@@ -65,7 +58,7 @@ def load_partition(directory: str | Path, indptr: Tensor, indices: Tensor, num_p
 def _check_files(directory: Path, described: Any, arrays: dict[str, Tensor]) -> None:
     """Raises ConfigurationError unless the two files are complete and belong together."""
     complete = isinstance(described, dict) and all(isinstance(described.get(k), type_) for k, type_ in FIELDS.items())
-    if not complete or described["format"] != FORMAT or arrays.keys() != {"offsets", "old_ids"}:
+    if not complete or described.get("format") != FORMAT or arrays.keys() != {"offsets", "old_ids"}:
         raise ConfigurationError(f"{directory} has no partition that this version of hasten reads; make a new one")
     offsets, old_ids = arrays["offsets"], arrays["old_ids"]
     are_ids = all(array.dtype == torch.int64 and array.ndim == 1 and len(array) for array in (offsets, old_ids))

@@ -5,6 +5,7 @@ are the fallback, and suffice where neighbors have ids near each other.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 from zlib import crc32
 
@@ -78,15 +79,14 @@ def partition_graph(
     if algorithm not in ("auto", "metis", "ranges"):
         raise ConfigurationError(f"algorithm must be auto, metis or ranges; got {algorithm!r}")
     if algorithm == "auto":
-        algorithm = "metis" if _has_pymetis() else "ranges"
+        algorithm = "metis" if find_spec("pymetis") else "ranges"
     if algorithm == "metis" and num_parts > 1:
         parts = _metis(indptr, indices, num_parts, seed)
         old_ids = torch.argsort(parts, stable=True)
         sizes = torch.bincount(parts, minlength=num_parts)
     else:
         old_ids = torch.arange(num_nodes)
-        ends = torch.arange(num_parts + 1) * num_nodes // num_parts
-        sizes = ends.diff()
+        sizes = (torch.arange(num_parts + 1) * num_nodes // num_parts).diff()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     return GraphPartition(offsets, old_ids, len(indices), array_checksum(indptr, indices), algorithm)
 
@@ -129,16 +129,15 @@ def check_partition(partition: GraphPartition, indptr: Tensor, indices: Tensor) 
     """Raises ConfigurationError unless the partition was made of this graph."""
     check_graph(indptr, indices)
     made_of, given = (partition.num_nodes, partition.num_edges), (len(indptr) - 1, len(indices))
+    difference = ""
     if made_of != given:
-        raise ConfigurationError(
-            f"the partition is of another graph: it has {made_of[0]} nodes and {made_of[1]} edges, this graph has "
-            f"{given[0]} and {given[1]}; make a partition of this graph with partition_graph"
-        )
-    if partition.checksum != array_checksum(indptr, indices):
-        raise ConfigurationError(
-            f"the partition is of another graph, of as many nodes ({given[0]}) and edges ({given[1]}); make a "
-            "partition of this graph with partition_graph"
-        )
+        counts = f"{made_of[0]} nodes and {made_of[1]} edges"
+        difference = f": it has {counts}, this graph has {given[0]} and {given[1]}"
+    elif partition.checksum != array_checksum(indptr, indices):
+        difference = f", of as many nodes ({given[0]}) and edges ({given[1]})"
+    if difference:
+        advice = "make a partition of this graph with partition_graph"
+        raise ConfigurationError(f"the partition is of another graph{difference}; {advice}")
 
 
 def check_graph(indptr: Tensor, indices: Tensor, num_sources: int | None = None) -> None:
@@ -162,14 +161,6 @@ def array_checksum(*arrays: Tensor) -> int:
     return checksum
 
 
-def _has_pymetis() -> bool:
-    try:
-        import pymetis  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def _metis(indptr: Tensor, indices: Tensor, num_parts: int, seed: int) -> Tensor:
     """The part of each node, int64, of shape (nodes,)."""
     try:
@@ -177,20 +168,14 @@ def _metis(indptr: Tensor, indices: Tensor, num_parts: int, seed: int) -> Tensor
     except ImportError:
         advice = "pip install 'hasten[graph]', or choose algorithm='ranges'"
         raise ConfigurationError(f"a partition by METIS requires pymetis; {advice}") from None
-    first, neighbors = _undirected(indptr.numpy(), indices.numpy())
-    graph = pymetis.CSRAdjacency(first.astype(numpy.int64), neighbors.astype(numpy.int64))
-    _, parts = pymetis.part_graph(num_parts, adjacency=graph, options=pymetis.Options(seed=seed))
-    return torch.tensor(parts, dtype=torch.int64)
-
-
-def _undirected(indptr: numpy.ndarray, indices: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Every edge in both directions, once, without self loops, as METIS requires."""
     from scipy.sparse import csr_array
 
     num_nodes = len(indptr) - 1
-    matrix = csr_array((numpy.ones(len(indices), numpy.int8), indices, indptr), shape=(num_nodes, num_nodes))
-    both = (matrix.astype(bool) + matrix.T.astype(bool)).tocoo()
+    ones = numpy.ones(len(indices), bool)
+    matrix = csr_array((ones, indices.numpy(), indptr.numpy()), shape=(num_nodes, num_nodes))
+    both = (matrix + matrix.T).tocoo()  # as METIS requires: every edge in both directions, once, without self loops
     keep = both.row != both.col
-    ones = numpy.ones(int(keep.sum()), bool)
-    clean = csr_array((ones, (both.row[keep], both.col[keep])), shape=(num_nodes, num_nodes))
-    return clean.indptr, clean.indices
+    clean = csr_array((both.data[keep], (both.row[keep], both.col[keep])), shape=both.shape)
+    graph = pymetis.CSRAdjacency(clean.indptr.astype(numpy.int64), clean.indices.astype(numpy.int64))
+    _, parts = pymetis.part_graph(num_parts, adjacency=graph, options=pymetis.Options(seed=seed))
+    return torch.tensor(parts, dtype=torch.int64)

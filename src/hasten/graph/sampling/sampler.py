@@ -70,7 +70,8 @@ class NeighborSampler(pyg.NeighborSampler):
         chosen = given.arguments
         checks.check_graph(data, chosen["is_sorted"], chosen["sample_direction"] == "backward")
         checks.check_attributes(data, chosen["time_attr"], chosen["weight_attr"])
-        checks.check_temporal_strategy(chosen["temporal_strategy"])
+        if chosen["temporal_strategy"] not in ("uniform", "last"):
+            raise ConfigurationError(f"temporal_strategy must be uniform or last, not {chosen['temporal_strategy']!r}")
         try:
             with _as_with_pyg_lib():
                 super().__init__(data, num_neighbors, *args, **options)
@@ -79,9 +80,8 @@ class NeighborSampler(pyg.NeighborSampler):
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ConfigurationError("subgraph_type='induced' cannot be combined with disjoint samples")
         if self.is_hetero and self.edge_weight is not None and self.sample_direction == "backward":
-            raise ConfigurationError(
-                "weights cannot be combined with sample_direction='backward' for several edge types"
-            )
+            options = "weights cannot be combined with sample_direction='backward'"
+            raise ConfigurationError(f"{options} for several edge types")
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else int(seed)
         self.num_threads = num_threads
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that live on see a new epoch
