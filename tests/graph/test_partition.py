@@ -7,8 +7,17 @@ import pytest
 import torch
 
 from hasten import ConfigurationError
-from hasten.graph.partitions.file import DESCRIPTION, IDS, load_partition, save_partition
-from hasten.graph.partitions.partition import check_partition, edge_cut, partition_graph, relabel_graph, take_part
+from hasten.graph.partitions.partition import (
+    DESCRIPTION,
+    IDS,
+    check_partition,
+    edge_cut,
+    load_partition,
+    partition_graph,
+    relabel_graph,
+    save_partition,
+    take_part,
+)
 from helpers.partitioned_graphs import random_graph
 
 GRAPH = random_graph()

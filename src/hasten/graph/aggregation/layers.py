@@ -16,8 +16,7 @@ import torch
 from torch_geometric.nn import GCNConv, GINConv, SAGEConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from hasten.graph.aggregation.adjacency import Adjacency
-from hasten.graph.aggregation.adjacency_cache import AdjacencyCache
+from hasten.graph.aggregation.adjacency import Adjacency, AdjacencyCache
 from hasten.graph.aggregation.maxk import FLOATS, MaxK, aggregate, compress
 
 REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean"}

@@ -119,7 +119,7 @@ class PartitionedLoader:
         self.exchange.reserve(producer)
         self.epoch += 1
         self._producer = producer
-        producer.start()
+        producer.thread.start()
         try:
             for _ in range(len(self)):
                 yield producer.get()

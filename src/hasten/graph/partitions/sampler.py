@@ -91,7 +91,7 @@ class HybridSampler(PartitionedSampler):
     Args:
         indptr: int64, of shape (nodes + 1,): of the whole relabeled graph.
         indices: int64, of shape (edges,).
-        fanouts: see ``PartitionedSampler``, as for ``seed``.
+        fanouts: edges to draw into each node, by hop; -1 takes all.
         seed: of the random numbers.
     """
 
