@@ -46,11 +46,6 @@ class QuantizationCandidate:
     in_float: tuple[str, ...] = ()
 
     @property
-    def computes_in_int8(self) -> bool:
-        """Whether it can be faster than the float model."""
-        return self.kind != "weights"
-
-    @property
     def name(self) -> str:
         """Its name in results, such as ``static per channel, percentile``."""
         scale = "per channel" if self.per_channel else "per tensor"

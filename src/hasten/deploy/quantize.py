@@ -281,9 +281,14 @@ class _Search:
         except (RunError, ConfigurationError):
             return math.inf
 
+    @property
+    def passed(self) -> list[QuantizationTrial]:
+        """The trials that the gate accepts."""
+        return [trial for trial in self.trials if trial.loss <= self.max_loss]
+
     def compare(self) -> None:
         """Times the candidates that pass, the float model and eager PyTorch in turns, at both batch sizes."""
-        passed = [trial for trial in self.trials if trial.loss <= self.max_loss]
+        passed = self.passed
         threads = torch.get_num_threads()
         torch.set_num_threads(THREADS)
         try:
@@ -319,13 +324,10 @@ class _Search:
 
     def choose(self) -> tuple[QuantizationTrial | None, str]:
         """The fastest trial that passes, and the verdict about it; else the smallest one."""
-        passed = [trial for trial in self.trials if trial.loss <= self.max_loss]
-        faster = [
-            trial for trial in passed if trial.candidate.computes_in_int8 and _is_faster(list(trial.speedup.values()))
-        ]
-        if faster:
+        in_int8 = [trial for trial in self.passed if trial.candidate.kind != "weights"]
+        if faster := [trial for trial in in_int8 if _is_faster(list(trial.speedup.values()))]:
             return max(faster, key=_mean_speed), "faster"
-        smaller = [trial for trial in passed if trial.bytes < self.float_bytes]
+        smaller = [trial for trial in self.passed if trial.bytes < self.float_bytes]
         if smaller:  # of nearly the smallest ones, the fastest, then the best
             largest = NEARLY_SMALLEST * min(trial.bytes for trial in smaller)
             small = [trial for trial in smaller if trial.bytes <= largest]

@@ -84,10 +84,6 @@ class ModelHolder:
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="reload", daemon=True)
 
-    def __call__(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
-        """The scores of a batch by the current model."""
-        return self.model(inputs)
-
     @property
     def signature(self) -> Signature:
         """That of the current model."""

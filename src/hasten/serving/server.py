@@ -79,7 +79,7 @@ def serve(
     if first.signature.max_batch is not None:  # whatever was asked for
         settings = replace(settings, max_batch=min(settings.max_batch, first.signature.max_batch))
     elif tune_batching:
-        size, wait = best_batching(measure_batches(holder, holder.signature))
+        size, wait = best_batching(measure_batches(first, first.signature))
         settings = replace(settings, max_batch=size, max_wait=wait)
         report(f"batches of at most {size} samples, which wait at most {1000 * wait:.1f} ms")
     sockets = [_listen(host, port)]

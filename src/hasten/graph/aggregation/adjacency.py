@@ -12,7 +12,7 @@ import torch
 
 from hasten._torch_compat import in_place_version
 from hasten.core.errors import ConfigurationError
-from hasten.graph.sampling.checks import out_of_range
+from hasten.graph.sampling.checks import first_descent, out_of_range
 
 CACHE_ENTRIES = 16  # graphs, so that a full graph is sorted once per training
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -154,22 +154,16 @@ def _check_pointers(indptr: torch.Tensor, indices: torch.Tensor) -> None:
 
 def _check_indices(indptr: torch.Tensor, indices: torch.Tensor, num_sources: int) -> None:
     _check_range("source", indices, num_sources)
-    descends = indices[1:] < indices[:-1]
-    starts = indptr[(indptr > 0) & (indptr < len(indices))]
-    descends[starts - 1] = False  # the first edge of a row may have a smaller source than the row before
-    if bool(descends.any()):
-        edge = int(descends.nonzero()[0]) + 1
+    if (edge := first_descent(indices, indptr)) is not None:
         row = int(torch.searchsorted(indptr, edge, right=True)) - 1
-        raise ConfigurationError(
-            f"the sources of row {row} are not in ascending order; sort each row, or use Adjacency.from_edge_index"
-        )
+        advice = "sort each row, or use Adjacency.from_edge_index"
+        raise ConfigurationError(f"the sources of row {row} are not in ascending order; {advice}")
 
 
 def _check_weights(weights: torch.Tensor, indices: torch.Tensor) -> None:
     if weights.shape != indices.shape or not weights.is_floating_point():
-        shape, dtype = tuple(weights.shape), str(weights.dtype).removeprefix("torch.")
-        raise ConfigurationError(
-            f"edge weights of shape {shape} and type {dtype}; expected one float per edge, shape {tuple(indices.shape)}"
-        )
+        given = f"shape {tuple(weights.shape)} and type {str(weights.dtype).removeprefix('torch.')}"
+        expected = f"one float per edge, shape {tuple(indices.shape)}"
+        raise ConfigurationError(f"edge weights of {given}; expected {expected}")
     if weights.requires_grad:
         raise ConfigurationError("the edge weights require a gradient, which aggregate does not compute; detach them")

@@ -67,10 +67,7 @@ def check_times(name: str, times: Tensor, indptr: Tensor) -> None:
     """ConfigurationError unless there is one time for each edge, ascending among the edges into each node."""
     if times.shape != (int(indptr[-1]),):
         raise ConfigurationError(f"{name} has times of the shape {tuple(times.shape)} for {int(indptr[-1])} edges")
-    in_order = times[1:] >= times[:-1]
-    starts = indptr[(indptr > 0) & (indptr < len(times))].long()
-    in_order[starts - 1] = True  # the first edge into a node may be earlier than the last into the node before
-    if not bool(in_order.all()):
+    if first_descent(times, indptr) is not None:
         advice = "sort them, or leave out is_sorted=True"
         raise ConfigurationError(f"{name} has times that do not ascend among the edges into a node; {advice}")
 
@@ -95,6 +92,14 @@ def check_seeds(nodes: Tensor, size: int, node_type: str = "") -> None:
         raise ConfigurationError(f"seed nodes must be integers, not {nodes.dtype}")
     if (wrong := out_of_range(nodes, size)) is not None:
         raise ConfigurationError(f"seed node {wrong} does not exist; {node_type or 'node'}s are 0 to {size - 1}")
+
+
+def first_descent(values: Tensor, indptr: Tensor) -> int | None:
+    """The first position whose value is smaller than the one before in its row; None if every row ascends."""
+    descends = ~(values[1:] >= values[:-1])
+    starts = indptr[(indptr > 0) & (indptr < len(values))].long()
+    descends[starts - 1] = False  # the first value of a row may be smaller than the last of the row before
+    return int(descends.nonzero()[0]) + 1 if bool(descends.any()) else None
 
 
 def out_of_range(ids: Tensor, size: int) -> int | None:
