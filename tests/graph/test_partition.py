@@ -10,7 +10,6 @@ from hasten import ConfigurationError
 from hasten.graph.partitions.partition import (
     DESCRIPTION,
     IDS,
-    check_partition,
     edge_cut,
     load_partition,
     partition_graph,
@@ -173,10 +172,6 @@ def test_load_partition_ids_that_are_no_permutation_are_refused(saved):
     save_file(arrays, saved / IDS)
     with pytest.raises(ConfigurationError, match="damaged: its files do not fit"):
         load_partition(saved, *GRAPH, PARTS)
-
-
-def test_check_partition_accepts_its_graph():
-    check_partition(partition_graph(*GRAPH, 2, "ranges"), *GRAPH)
 
 
 @pytest.mark.parametrize("damaged", [torch.tensor(3), torch.zeros(241), torch.empty(0, dtype=torch.int64)])

@@ -306,7 +306,8 @@ class SourceFile:
         self._ensure_torch()
         functions = self._nodes(ast.FunctionDef, line)
         taking_gradients = _functions_with_gradients(self.tree)
-        if functions and not _takes_gradients(functions[-1], taking_gradients) and not _yields(functions[-1]):
+        yields = functions and any(isinstance(one, (ast.Yield, ast.YieldFrom)) for one in ast.walk(functions[-1]))
+        if functions and not _takes_gradients(functions[-1], taking_gradients) and not yields:
             first = min([functions[-1].lineno, *(decorator.lineno for decorator in functions[-1].decorator_list)])
             indent = _indent(self._line(first))
             return self._insert(self.lines[first - 1], f"{indent}@{text}\n")
@@ -378,7 +379,3 @@ def _comes_first(statement: ast.stmt) -> bool:
     """Whether a statement has to stay at the top of its file: a docstring, or an import from __future__."""
     is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     return is_text or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__")
-
-
-def _yields(function: ast.AST) -> bool:
-    return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))

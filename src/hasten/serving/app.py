@@ -70,13 +70,13 @@ class Service:
             Gauge(name, text, registry=self.registry).set_function(value)
         self.computed_by = holder.model  # the last batch; of the inference thread
         self.images = asyncio.Semaphore(IMAGES_AT_ONCE)
-        self.shadow = Shadow(*compared, self.registry) if compared else None
+        self.shadow = Shadow(*(model.run for model in compared), self.registry) if compared else None
         self.loop = asyncio.get_running_loop()
         self.batcher = Batcher(self._compute, self._done, settings, self._observe)
 
     def _compute(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
         self.computed_by = self.holder.model
-        scores = self.computed_by(inputs)
+        scores = self.computed_by.run(inputs)
         if self.shadow is not None:
             self.shadow.offer(inputs, scores)
         return scores

@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy
 
+from hasten.deploy.signature import Signature
+from hasten.serving.inputs import zero_inputs
+
 CLOSED_S = 5.0  # after which a client may try again while a server stops
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches, which --tune-batching measures
+PAYS = 1.05  # ratio of the samples per second of two sizes, below which the larger one does not pay
+SECONDS = 0.15  # for each size
+MAX_WAIT_S = 0.01
 
 Arrays = tuple[numpy.ndarray, ...]  # the inputs of a request; dimension 0 is the batch
 Compute = Callable[[Arrays], numpy.ndarray]
@@ -158,3 +165,30 @@ class Batcher:
         self.seconds_per_sample = 0.8 * self.seconds_per_sample + 0.2 * seconds / samples
         self.done(answers)
         self.observe(samples, seconds)
+
+
+def measure_batches(compute: Callable[[Arrays], object], signature: Signature) -> dict[int, float]:
+    """Size of a batch -> median of its seconds, for batches of zeros."""
+    seconds: dict[int, float] = {}
+    for size in SIZES:
+        inputs = zero_inputs(signature, size, free=16)
+        compute(inputs)
+        times, began = list[float](), time.perf_counter()
+        while len(times) < 5 or time.perf_counter() - began < SECONDS:
+            start = time.perf_counter()
+            compute(inputs)
+            times.append(time.perf_counter() - start)
+        seconds[size] = sorted(times)[len(times) // 2]
+    return seconds
+
+
+def best_batching(seconds: dict[int, float]) -> tuple[int, float]:
+    """(max_batch, max_wait): the smallest size from which no larger one pays, and half of the seconds of its batch.
+
+    While one batch is computed the next one collects, so that a long wait helps only at the start of a burst.
+    """
+    best = next(iter(seconds))
+    for size in seconds:
+        if size / seconds[size] > PAYS * best / seconds[best]:
+            best = size
+    return best, min(MAX_WAIT_S, seconds[best] / 2)

@@ -17,7 +17,7 @@ POLL_S = 1.0
 Stamp = tuple[tuple[int, int] | None, ...]  # of the files of a model
 
 
-class ServedModel:
+class ServedModel(OnnxModel):
     """A model of a directory with its signature.
 
     Args:
@@ -33,28 +33,23 @@ class ServedModel:
         self.directory, self.threads = directory, threads
         self.files = _stamp(directory)
         self.signature = read_signature(directory)
-        self.model = OnnxModel(directory / MODEL, threads)
+        super().__init__(directory / MODEL, threads)
         self._check()
         self.loaded = datetime.now(UTC).isoformat(timespec="milliseconds")
 
-    def __call__(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
-        """The scores of a batch."""
-        return self.model.run(inputs)
-
     def _check(self) -> None:
         """Raises ConfigurationError if the model is not what its signature says, or cannot compute one sample."""
-        session, path = self.model.session, self.directory / MODEL
-        for kind, found in (("inputs", session.get_inputs()), ("outputs", session.get_outputs()[:1])):
+        for kind, found in (("inputs", self.session.get_inputs()), ("outputs", self.session.get_outputs()[:1])):
             specs = getattr(self.signature, kind)
             if len(specs) != len(found) or not all(map(_fits, specs, found)):
                 text = "; ".join(f"{entry.name} {entry.type} {entry.shape}" for entry in found)
-                raise ConfigurationError(f"the {kind} of {path} are not those of its signature: {text:.200}")
+                raise ConfigurationError(f"the {kind} of {self.path} are not those of its signature: {text:.200}")
         try:
-            scores = self.model.run(zero_inputs(self.signature))
+            scores = self.run(zero_inputs(self.signature))
         except RunError as error:
             raise ConfigurationError(str(error)) from None
         if not numpy.isfinite(scores).all():
-            raise ConfigurationError(f"the scores of {path} are not finite numbers")
+            raise ConfigurationError(f"the scores of {self.path} are not finite numbers")
 
 
 def _fits(spec: TensorSpec, entry: Any) -> bool:

@@ -17,9 +17,8 @@ from typing import Any
 from hasten.core.errors import ConfigurationError
 from hasten.deploy.onnx_model import MODEL, require
 from hasten.serving.app import MAX_BODY_BYTES, example_inputs, make_app
-from hasten.serving.batcher import BatcherSettings
+from hasten.serving.batcher import BatcherSettings, best_batching, measure_batches
 from hasten.serving.models import ModelHolder, ServedModel
-from hasten.serving.tune_batching import best_batching, measure_batches
 from hasten.utils.signals import handle_signals
 
 MIN_TOKEN = 16  # characters
@@ -79,7 +78,7 @@ def serve(
     if first.signature.max_batch is not None:  # whatever was asked for
         settings = replace(settings, max_batch=min(settings.max_batch, first.signature.max_batch))
     elif tune_batching:
-        size, wait = best_batching(measure_batches(first, first.signature))
+        size, wait = best_batching(measure_batches(first.run, first.signature))
         settings = replace(settings, max_batch=size, max_wait=wait)
         report(f"batches of at most {size} samples, which wait at most {1000 * wait:.1f} ms")
     sockets = [_listen(host, port)]

@@ -45,11 +45,9 @@ def write_c(model: IntegerModel, directory: Path, task: str, classes: tuple[str,
         "weight_bytes": model.bytes,
         "buffer_bytes": sum(sizes),
     }
-    paths = []
-    for name in ("model.h", "model.c"):
-        path = directory / name
-        path.write_text(templates.get_template(f"{name}.j2").render(context), encoding="utf-8")
-        paths.append(path)
+    paths = [directory / "model.h", directory / "model.c"]
+    for path in paths:
+        path.write_text(templates.get_template(f"{path.name}.j2").render(context), encoding="utf-8")
     return paths
 
 

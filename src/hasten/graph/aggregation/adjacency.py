@@ -70,11 +70,6 @@ class Adjacency:
     def num_rows(self) -> int:
         return len(self.indptr) - 1
 
-    @property
-    def edges_before_row(self) -> numpy.ndarray:
-        """Work of a forward pass before each row; on the CPU."""
-        return self.indptr.numpy()
-
     @cached_property
     def edges_before_source(self) -> numpy.ndarray:
         """Work of a backward pass before each source; on the CPU."""
