@@ -102,23 +102,20 @@ def quantize_model(model: Path, out: Path, candidate: QuantizationCandidate, bat
     options: dict[str, Any] = {
         "per_channel": candidate.per_channel,
         "reduce_range": not has_vnni(),
-        "weight_type": module.QuantType.QInt8,
-        "op_types_to_quantize": None,
         "nodes_to_exclude": list(candidate.in_float),
     }
+    int8, uint8, methods = module.QuantType.QInt8, module.QuantType.QUInt8, module.CalibrationMethod
+    ways = {"minmax": methods.MinMax, "entropy": methods.Entropy, "percentile": methods.Percentile}
     try:
         with quiet("", "onnxruntime"):
             if candidate.kind == "dynamic":
-                options["weight_type"] = module.QuantType.QUInt8  # the only type of ConvInteger
-                module.quantize_dynamic(str(model), str(out), **options)
+                # QUInt8: the only type of ConvInteger
+                module.quantize_dynamic(str(model), str(out), weight_type=uint8, **options)
             else:
-                methods = module.CalibrationMethod
-                ways = {"minmax": methods.MinMax, "entropy": methods.Entropy, "percentile": methods.Percentile}
-                options["calibrate_method"] = ways[candidate.calibration]
-                options["activation_type"] = module.QuantType.QUInt8
-                options["quant_format"] = module.QuantFormat.QDQ
+                types = {"weight_type": int8, "activation_type": uint8, "quant_format": module.QuantFormat.QDQ}
                 reader = SimpleNamespace(get_next=partial(next, iter(batches), None))
-                module.quantize_static(str(model), str(out), reader, **options)
+                method = ways[candidate.calibration]
+                module.quantize_static(str(model), str(out), reader, calibrate_method=method, **types, **options)
     except Exception as error:  # of many classes, for models that it does not know
         raise RunError(f"ONNX Runtime cannot quantize it so: {type(error).__name__}: {error!s:.150}") from None
 

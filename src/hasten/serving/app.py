@@ -87,9 +87,7 @@ class Service:
 
     def _done(self, answers: list[tuple[Any, Any]]) -> None:
         """Hands the answers of a batch to the event loop, in one call for all, with the model that computed them."""
-        model = self.computed_by
-        answers = [(key, one if isinstance(one, Exception) else (one, model)) for key, one in answers]
-        self.loop.call_soon_threadsafe(_resolve, answers)
+        self.loop.call_soon_threadsafe(_resolve, answers, self.computed_by)
 
     async def predict(self, inputs: tuple[numpy.ndarray, ...]) -> tuple[numpy.ndarray, ServedModel]:
         """The scores of a request and the model that computed them; RequestError if too many requests wait, or the
@@ -109,14 +107,14 @@ class Service:
             raise RequestError(422, str(error)) from None
 
 
-def _resolve(answers: list[tuple[Any, Any]]) -> None:
+def _resolve(answers: list[tuple[Any, Any]], model: ServedModel) -> None:
     for future, answer in answers:
         if future.done():  # the client is gone
             continue
         if isinstance(answer, Exception):
             future.set_exception(answer)
         else:
-            future.set_result(answer)
+            future.set_result((answer, model))
 
 
 class PredictEndpoint:
@@ -332,11 +330,12 @@ def _describe(app: FastAPI, signature: Signature) -> dict[str, Any]:
         content: dict[str, Any] = {"application/json": json_body | {"example": {"inputs": example_inputs(signature)}}}
         if signature.image is not None:
             content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES}
+        answer = {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}
         operation = {
             "summary": "Scores of the inputs",
             "operationId": "predict_predict_post",
             "requestBody": {"required": True, "content": content},
-            "responses": {"200": {"description": "Successful Response", "content": {"application/json": {}}}},
+            "responses": {"200": answer},
         }
         schema = FastAPI.openapi(app)
         schema["paths"] = {"/predict": {"post": operation}, **schema["paths"]}

@@ -117,7 +117,7 @@ class Batcher:
             late = [request for request in batch if now - request.arrived > self.settings.deadline]
             if late:
                 self.done([(request.key, DeadlineExceededError()) for request in late])
-            if in_time := [request for request in batch if request not in late]:
+            if in_time := [request for request in batch if now - request.arrived <= self.settings.deadline]:
                 self._compute(in_time)
 
     def _next_batch(self) -> list[_Request]:

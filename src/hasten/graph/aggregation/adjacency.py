@@ -42,8 +42,7 @@ class Adjacency:
         if self.num_sources >= 2**31:
             raise ConfigurationError(f"{self.num_sources} sources are too many for 32-bit indices; partition the graph")
         object.__setattr__(self, "indptr", self.indptr.to(torch.int64).contiguous())
-        _check_pointers(self.indptr, self.indices)
-        _check_indices(self.indptr, self.indices, self.num_sources)
+        self._check()
         object.__setattr__(self, "indices", self.indices.to(torch.int32).contiguous())
         if self.weights is not None:
             _check_weights(self.weights, self.indices)
@@ -65,6 +64,22 @@ class Adjacency:
             _check_weights(weights, edge_index[0])
         indptr, indices, order = _sorted(edge_index, num_sources, num_targets)
         return cls(indptr, indices, num_sources, None if weights is None else weights.detach()[order])
+
+    def _check(self) -> None:
+        """Raises ConfigurationError unless these are rows in order, of sources that exist."""
+        indptr, indices = self.indptr, self.indices
+        if indptr.ndim != 1 or indices.ndim != 1 or not len(indptr) or int(indptr[0]) != 0:
+            raise ConfigurationError("indptr must have one dimension and start with 0, and indices one dimension")
+        if int(indptr[-1]) != len(indices):
+            found = f"indptr ends with {int(indptr[-1])}"
+            raise ConfigurationError(f"{found}; expected {len(indices)}, the number of indices")
+        if bool((indptr[1:] < indptr[:-1]).any()):
+            raise ConfigurationError("indptr decreases; expected the row pointers of a CSR matrix")
+        _check_range("source", indices, self.num_sources)
+        if (edge := first_descent(indices, indptr)) is not None:
+            row = int(torch.searchsorted(indptr, edge, right=True)) - 1
+            advice = "sort each row, or use Adjacency.from_edge_index"
+            raise ConfigurationError(f"the sources of row {row} are not in ascending order; {advice}")
 
     @property
     def num_rows(self) -> int:
@@ -136,23 +151,6 @@ def _check_integer(**tensors: torch.Tensor) -> None:
 def _check_range(end: str, nodes: torch.Tensor, bound: int) -> None:
     if (wrong := out_of_range(nodes, bound)) is not None:
         raise ConfigurationError(f"{end} {wrong} of an edge is out of range: there are {bound} {end} nodes")
-
-
-def _check_pointers(indptr: torch.Tensor, indices: torch.Tensor) -> None:
-    if indptr.ndim != 1 or indices.ndim != 1 or not len(indptr) or int(indptr[0]) != 0:
-        raise ConfigurationError("indptr must have one dimension and start with 0, and indices one dimension")
-    if int(indptr[-1]) != len(indices):
-        raise ConfigurationError(f"indptr ends with {int(indptr[-1])}; expected {len(indices)}, the number of indices")
-    if bool((indptr[1:] < indptr[:-1]).any()):
-        raise ConfigurationError("indptr decreases; expected the row pointers of a CSR matrix")
-
-
-def _check_indices(indptr: torch.Tensor, indices: torch.Tensor, num_sources: int) -> None:
-    _check_range("source", indices, num_sources)
-    if (edge := first_descent(indices, indptr)) is not None:
-        row = int(torch.searchsorted(indptr, edge, right=True)) - 1
-        advice = "sort each row, or use Adjacency.from_edge_index"
-        raise ConfigurationError(f"the sources of row {row} are not in ascending order; {advice}")
 
 
 def _check_weights(weights: torch.Tensor, indices: torch.Tensor) -> None:

@@ -137,9 +137,6 @@ class DisjointNumbering(Numbering):
     def nodes(self) -> Ids:
         return self._ids[: self.size] % self.num_nodes
 
-    def find(self, nodes: Ids) -> Ids:
-        raise NotImplementedError("a node has a number for each seed")
-
     def batch(self) -> Ids:
         """The seed that each node belongs to, by number."""
         return self._ids[: self.size] // self.num_nodes
