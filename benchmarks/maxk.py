@@ -74,7 +74,7 @@ def seconds(function) -> float:
 
 def prefetching(adjacency: Adjacency, x: torch.Tensor, out: torch.Tensor) -> None:
     arrays = adjacency.indptr.numpy(), adjacency.indices.numpy(), x.numpy(), out.numpy()
-    run_equal_work(lambda begin, end: spmm(*arrays, begin, end), adjacency.edges_before_row, 4)
+    run_equal_work(lambda begin, end: spmm(*arrays, begin, end), adjacency.indptr.numpy(), 4)
 
 
 def of_dgl(edges: torch.Tensor, nodes: int, x: torch.Tensor, gradient: torch.Tensor):

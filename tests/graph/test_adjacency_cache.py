@@ -4,8 +4,7 @@ import weakref
 
 import torch
 
-from hasten.graph.aggregation.adjacency import Adjacency
-from hasten.graph.aggregation.adjacency_cache import ENTRIES, AdjacencyCache
+from hasten.graph.aggregation.adjacency import CACHE_ENTRIES, Adjacency, AdjacencyCache
 
 
 def built(edge_index: torch.Tensor) -> Adjacency:
@@ -43,6 +42,6 @@ def test_graph_that_changes_is_kept_once():
 
 def test_graph_that_is_needed_no_more_is_not_watched():
     cache, edges = AdjacencyCache(), torch.tensor([[0, 1, 2], [1, 2, 0]])
-    for settings in range(2 * ENTRIES):
+    for settings in range(2 * CACHE_ENTRIES):
         cache.get((edges,), settings, lambda: built(edges))
-    assert len(cache._entries) == weakref.getweakrefcount(edges) == ENTRIES
+    assert len(cache._entries) == weakref.getweakrefcount(edges) == CACHE_ENTRIES

@@ -89,7 +89,7 @@ def test_memory_mapped_features_other_arrays_are_refused(tmp_path, array, text):
         MemoryMappedFeatures(path)
 
 
-@pytest.mark.parametrize("keep", [0, 5, 20, 100, -1])
+@pytest.mark.parametrize("keep", [0, 20, -1])
 def test_memory_mapped_features_truncated_file_is_refused(saved, keep):
     saved.write_bytes(saved.read_bytes()[:keep])
     with pytest.raises(ConfigurationError, match=r"not a readable .npy file"):

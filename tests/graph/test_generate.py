@@ -8,7 +8,7 @@ pytest.importorskip("numba")
 
 from hasten import ConfigurationError
 from hasten.graph import generate
-from hasten.graph.generate import rmat, stochastic_block_model, to_csc
+from hasten.graph.generate import rmat, stochastic_block_model
 
 MODELS = [rmat, stochastic_block_model]
 
@@ -63,12 +63,6 @@ def test_more_edges_than_a_chunk_are_drawn_completely(monkeypatch):
     monkeypatch.setattr(generate, "CHUNK", 100)
     edges = rmat(50, 1234).edge_index
     assert edges.shape == (2, 1234) and len(numpy.unique(edges, axis=1).T) > 300
-
-
-def test_csc_lists_the_sources_of_each_target():
-    edges = numpy.array([[3, 1, 2, 0], [0, 2, 0, 2]])
-    indptr, indices, order = to_csc(edges, 4)
-    assert indptr.tolist() == [0, 2, 2, 4, 4] and indices.tolist() == [3, 2, 1, 0] and order.tolist() == [0, 2, 1, 3]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,16 @@ import pytest
 import torch
 
 from hasten import ConfigurationError
-from hasten.graph.partitions.file import DESCRIPTION, IDS, load_partition, save_partition
-from hasten.graph.partitions.partition import check_partition, edge_cut, partition_graph, relabel_graph, take_part
+from hasten.graph.partitions.partition import (
+    DESCRIPTION,
+    IDS,
+    edge_cut,
+    load_partition,
+    partition_graph,
+    relabel_graph,
+    save_partition,
+    take_part,
+)
 from helpers.partitioned_graphs import random_graph
 
 GRAPH = random_graph()
@@ -164,10 +172,6 @@ def test_load_partition_ids_that_are_no_permutation_are_refused(saved):
     save_file(arrays, saved / IDS)
     with pytest.raises(ConfigurationError, match="damaged: its files do not fit"):
         load_partition(saved, *GRAPH, PARTS)
-
-
-def test_check_partition_accepts_its_graph():
-    check_partition(partition_graph(*GRAPH, 2, "ranges"), *GRAPH)
 
 
 @pytest.mark.parametrize("damaged", [torch.tensor(3), torch.zeros(241), torch.empty(0, dtype=torch.int64)])

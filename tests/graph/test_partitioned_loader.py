@@ -328,7 +328,7 @@ def test_background_producer_raises_its_error_once():
         return index
 
     producer = BackgroundProducer(produce, 3, 2)
-    producer.start()
+    producer.thread.start()
     assert producer.get() == 0
     with pytest.raises(RuntimeError, match="failed"):
         producer.get()

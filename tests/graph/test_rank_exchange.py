@@ -102,24 +102,20 @@ def test_remote_features_other_number_of_rows_than_own_nodes_is_refused():
     assert "rank 1 owns 4 nodes" in str(second)
 
 
-def test_remote_features_of_different_width_are_refused():
-    def run(rank: int) -> None:
-        start()
-        exchange = RankExchange(torch.tensor([0, 5, 9]), 20)
-        RemoteFeatures(InMemoryFeatures(torch.zeros(5 - rank, 2 + rank)), exchange)
-
-    assert all("different widths of features: 2 on rank 0, 3 on rank 1" in str(error) for error in run_ranks(2, run))
-
-
-def test_remote_features_of_different_dtype_are_refused():
+@pytest.mark.parametrize(
+    ("width", "dtype", "text"),
+    [
+        (3, torch.float32, "different widths of features: 2 on rank 0, 3 on rank 1"),
+        (2, torch.int32, "different dtypes of features: 'torch.float32' on rank 0, 'torch.int32' on rank 1"),
+    ],
+)
+def test_remote_features_of_different_kinds_are_refused(width, dtype, text):
     def run(rank: int) -> None:
         start()
         exchange = RankExchange(torch.tensor([0, 5, 10]), 20)
-        dtype = torch.int32 if rank else torch.float32  # of the same size
-        RemoteFeatures(InMemoryFeatures(torch.zeros(5, 2, dtype=dtype)), exchange)
+        RemoteFeatures(InMemoryFeatures(torch.zeros(5, width, dtype=dtype) if rank else torch.zeros(5, 2)), exchange)
 
-    for error in run_ranks(2, run):
-        assert "different dtypes of features: 'torch.float32' on rank 0, 'torch.int32' on rank 1" in str(error)
+    assert all(text in str(error) for error in run_ranks(2, run))
 
 
 def test_rank_exchange_partition_for_another_number_of_ranks_is_refused():

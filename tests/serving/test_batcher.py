@@ -6,8 +6,7 @@ import time
 import numpy
 import pytest
 
-from hasten.serving.batcher import Batcher, BatcherSettings, DeadlineExceededError, QueueFullError
-from hasten.serving.tune_batching import BatchRate, best_batching
+from hasten.serving.batcher import Batcher, BatcherSettings, DeadlineExceededError, QueueFullError, best_batching
 
 
 class Recorded:
@@ -117,6 +116,5 @@ def test_close_computes_what_waits():
     [([1.0, 1.1, 1.3, 2.6], 4), ([1.0, 2.0, 4.0, 8.0], 1), ([1.0, 1.0, 1.0, 1.0], 8), ([1.0, 2.5, 3.9, 7.0], 8)],
 )
 def test_batch_size_is_the_smallest_from_which_no_larger_one_pays(seconds, size):
-    rates = [BatchRate(2**index, value) for index, value in enumerate(seconds)]
-    best, wait = best_batching(rates)
+    best, wait = best_batching({2**index: value for index, value in enumerate(seconds)})
     assert best == size and 0.0 < wait <= 0.01

@@ -4,15 +4,18 @@
 dynamic     int8 weights; activations are quantized while the model runs, by the range of each tensor
 static      int8 weights and activations, by ranges from calibration batches (QuantizeLinear, DequantizeLinear)
 weights     int8 weights that are converted to float when the model is loaded: smaller, not faster
+integer     integers alone, by ranges from calibration batches; ``fixed_point`` makes these, not ONNX Runtime
 ==========  ====================================================================================================
 
 The scale is that of a whole tensor or of each output channel. On x86 processors without VNNI the product of a uint8 and
 an int8 vector saturates at 16 bits; weights then have 7 bits (ONNX Runtime's ``reduce_range``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -21,12 +24,7 @@ from hasten.core.errors import RunError
 from hasten.deploy.onnx_model import quiet, require, strip
 
 QUANTIZED_OPS = ("Conv", "Gemm", "MatMul")
-WEIGHT_INPUT = {
-    "Conv": 1,
-    "Gemm": 1,
-    "MatMul": 1,
-    "Gather": 0,
-}  # index of the weight among the inputs; Gather: embedding
+WEIGHT_INPUT = {**dict.fromkeys(QUANTIZED_OPS, 1), "Gather": 0}  # index of the weight among the inputs
 Arrays = dict[str, numpy.ndarray]  # input name -> values of a batch
 
 
@@ -35,9 +33,10 @@ class QuantizationCandidate:
     """One way to quantize a model.
 
     Attributes:
-        kind: "dynamic", "static" or "weights".
+        kind: "dynamic", "static", "weights" or "integer".
         per_channel: Whether each output channel of a weight has a scale of its own.
-        calibration: "minmax", "entropy" or "percentile": how a range follows from the calibration batches.
+        calibration: How a range follows from the calibration batches: "minmax", "entropy" or "percentile"; for
+            "integer" one of ``FRACTIONS``.
         in_float: Names of the nodes that are not quantized.
     """
 
@@ -45,11 +44,6 @@ class QuantizationCandidate:
     per_channel: bool
     calibration: str = ""
     in_float: tuple[str, ...] = ()
-
-    @property
-    def computes_in_int8(self) -> bool:
-        """Whether it can be faster than the float model."""
-        return self.kind != "weights"
 
     @property
     def name(self) -> str:
@@ -64,17 +58,15 @@ class QuantizationCandidate:
         return replace(self, in_float=(*self.in_float, *nodes))
 
 
+BOTH_SCALES = (True, False)
+FRACTIONS = {"minmax": 1.0, "99.99 %": 0.9999, "99.9 %": 0.999}  # of the values that a range covers
 CANDIDATES = (
-    QuantizationCandidate("static", True, "minmax"),
-    QuantizationCandidate("static", True, "percentile"),
-    QuantizationCandidate("static", True, "entropy"),
-    QuantizationCandidate("static", False, "minmax"),
-    QuantizationCandidate("static", False, "percentile"),
-    QuantizationCandidate("static", False, "entropy"),
+    *(QuantizationCandidate("static", s, way) for s in BOTH_SCALES for way in ("minmax", "percentile", "entropy")),
     QuantizationCandidate("dynamic", True),
     QuantizationCandidate("dynamic", False),
     QuantizationCandidate("weights", True),
 )
+INTEGER_CANDIDATES = tuple(QuantizationCandidate("integer", s, way) for s in BOTH_SCALES for way in FRACTIONS)
 
 
 def prepare(model: Path, out: Path) -> None:
@@ -110,23 +102,20 @@ def quantize_model(model: Path, out: Path, candidate: QuantizationCandidate, bat
     options: dict[str, Any] = {
         "per_channel": candidate.per_channel,
         "reduce_range": not has_vnni(),
-        "weight_type": module.QuantType.QInt8,
-        "op_types_to_quantize": None,
         "nodes_to_exclude": list(candidate.in_float),
     }
+    int8, uint8, methods = module.QuantType.QInt8, module.QuantType.QUInt8, module.CalibrationMethod
+    ways = {"minmax": methods.MinMax, "entropy": methods.Entropy, "percentile": methods.Percentile}
     try:
         with quiet("", "onnxruntime"):
             if candidate.kind == "dynamic":
-                options["weight_type"] = module.QuantType.QUInt8  # the only type of ConvInteger
-                module.quantize_dynamic(str(model), str(out), **options)
+                # QUInt8: the only type of ConvInteger
+                module.quantize_dynamic(str(model), str(out), weight_type=uint8, **options)
             else:
-                methods = module.CalibrationMethod
-                ways = {"minmax": methods.MinMax, "entropy": methods.Entropy, "percentile": methods.Percentile}
-                options["calibrate_method"] = ways[candidate.calibration]
-                options["activation_type"] = module.QuantType.QUInt8
-                options["quant_format"] = module.QuantFormat.QDQ
-                reader = _reader(module, batches)
-                module.quantize_static(str(model), str(out), reader, **options)
+                types = {"weight_type": int8, "activation_type": uint8, "quant_format": module.QuantFormat.QDQ}
+                reader = SimpleNamespace(get_next=partial(next, iter(batches), None))
+                method = ways[candidate.calibration]
+                module.quantize_static(str(model), str(out), reader, calibrate_method=method, **types, **options)
     except Exception as error:  # of many classes, for models that it does not know
         raise RunError(f"ONNX Runtime cannot quantize it so: {type(error).__name__}: {error!s:.150}") from None
 
@@ -148,12 +137,12 @@ def quantize_weights(model: Path, out: Path, in_float: Sequence[str] = ()) -> No
             continue
         axis = _channel_axis(node, onnx)
         others = tuple(dim for dim in range(values.ndim) if dim != axis)
-        scale = numpy.maximum(numpy.abs(values).max(axis=others), numpy.finfo(numpy.float32).tiny) / 127
-        shape = [-1 if dim == axis else 1 for dim in range(values.ndim)]
-        integers = numpy.clip(numpy.rint(values / scale.reshape(shape)), -127, 127).astype(numpy.int8)
+        largest = numpy.abs(values).max(axis=others, keepdims=True)
+        scale = numpy.maximum(largest, numpy.finfo(numpy.float32).tiny) / 127
+        integers = numpy.clip(numpy.rint(values / scale), -127, 127).astype(numpy.int8)
         graph.initializer.remove(weights[name])
         graph.initializer.append(numpy_helper.from_array(integers, f"{name}_int8"))
-        graph.initializer.append(numpy_helper.from_array(scale.reshape(shape).astype(numpy.float32), f"{name}_scale"))
+        graph.initializer.append(numpy_helper.from_array(scale.astype(numpy.float32), f"{name}_scale"))
         # not DequantizeLinear, which ONNX Runtime would compute in every call; these two are folded at loading
         cast = helper.make_node(
             "Cast", [f"{name}_int8"], [f"{name}_float"], name=f"{name}_cast", to=onnx.TensorProto.FLOAT
@@ -182,14 +171,3 @@ def has_vnni() -> bool:
     except OSError:
         return True
     return "vnni" in text or "flags" not in text  # of ARM processors the features have another name
-
-
-def _reader(module: Any, batches: Sequence[Arrays]) -> Any:
-    class Reader(module.CalibrationDataReader):
-        def __init__(self) -> None:
-            self.left: Iterator[Arrays] = iter(batches)
-
-        def get_next(self) -> Arrays | None:
-            return next(self.left, None)
-
-    return Reader()

@@ -61,13 +61,8 @@ def export_model(
             publish(files, directory)
     written = sorted({file.name for file in files} | {WEIGHTS})
     sizes = {name: (directory / name).stat().st_size for name in written}
-    return {
-        "out": str(directory),
-        "tolerance": TOLERANCE,
-        "difference": difference,
-        "metric": metric,
-        "files": sizes,
-    }
+    summary = {"out": str(directory), "tolerance": TOLERANCE, "difference": difference, "metric": metric}
+    return summary | {"files": sizes}
 
 
 def export_onnx(trained: TrainedModel, path: Path) -> None:
@@ -78,7 +73,7 @@ def export_onnx(trained: TrainedModel, path: Path) -> None:
     """
     inputs = tuple(trained.first_inputs())
     free = [
-        {dim: BATCH if dim == 0 else f"{name}_{dim}" for dim in dims}
+        {dim: _free_name(name, dim) for dim in dims}
         for name, dims in zip(trained.model.names, trained.varying_dimensions(), strict=True)
     ]
     try:
@@ -94,14 +89,9 @@ def write_onnx(
     free: Sequence[Mapping[int, str]],
     path: Path,
 ) -> None:
-    """Writes a model, whose parameter is ``*inputs``, as ONNX; the exporter's errors are raised as they are.
+    """Writes a model in evaluation mode, whose parameter is ``*inputs``, as ONNX; raises what the exporter raises.
 
-    Args:
-        model: The model, in evaluation mode.
-        inputs: Example inputs.
-        names: Their names.
-        free: For each input, its free dimensions: index -> name.
-        path: The file.
+    ``free``: for each input, its free dimensions: index -> name.
     """
     require("onnxscript")
     with quiet("torch.onnx", "onnxscript"):
@@ -150,14 +140,16 @@ def signature_of(trained: TrainedModel, value: float, max_batch: int | None = No
         raise ConfigurationError(f"{trained.task.name} has no signature: {where}: {first['msg']}") from None
 
 
+def _free_name(name: str, dim: int) -> str:
+    return f"{name}_{dim}" if dim else BATCH
+
+
 def _dtype(tensor: torch.Tensor) -> Any:
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def _shape(name: str, tensor: torch.Tensor, varying: set[int]) -> tuple[int | str, ...]:
-    return tuple(
-        BATCH if dim == 0 else f"{name}_{dim}" if dim in varying else size for dim, size in enumerate(tensor.shape)
-    )
+    return tuple(_free_name(name, dim) if dim in varying else size for dim, size in enumerate(tensor.shape))
 
 
 def largest_difference(trained: TrainedModel, exported: OnnxModel) -> float:
@@ -184,11 +176,9 @@ def largest_difference(trained: TrainedModel, exported: OnnxModel) -> float:
 
 def _operation_of(error: BaseException) -> str:
     """The operation, or else the first line that says why a model cannot be exported."""
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
         chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
     text = "\n".join(map(str, chain))
     if found := re.search(
         r"(?:aten|torch_library|\w+)[.:]+[\w:.]+(?= is not supported|'? .*no (?:decomposition|ONNX))", text

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from timeit import timeit
 
 import torch
 
@@ -53,7 +54,7 @@ def compare_latency(reference: Call, calls: Mapping[str, Call], seconds: float) 
     began, order = time.perf_counter(), list(arms)
     while len(times[""]) < 12 or time.perf_counter() - began < seconds:
         for name in order:
-            times[name].append(_seconds(arms[name], counts[name]))
+            times[name].append(timeit(arms[name], number=counts[name]) / counts[name])
         order = [*order[1:], order[0]]  # no arm always follows the same one
     medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
     return {name: (ratio_of(times[""], times[name], ALPHA), medians[name]) for name in arms}
@@ -76,12 +77,4 @@ def _calls_per_block(call: Call) -> int:
     while count < 3 or time.perf_counter() - began < WARM_UP_S:
         call()
         count += 1
-    return max(1, round(BLOCK_S / (_seconds(call, 3))))
-
-
-def _seconds(call: Call, count: int) -> float:
-    """Seconds of one of ``count`` calls."""
-    began = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - began) / count
+    return max(1, round(BLOCK_S * 3 / timeit(call, number=3)))

@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,8 @@ from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.deploy.candidates import (
     CANDIDATES,
+    FRACTIONS,
+    INTEGER_CANDIDATES,
     Arrays,
     QuantizationCandidate,
     prepare,
@@ -32,9 +34,10 @@ from hasten.deploy.candidates import (
     quantize_model,
 )
 from hasten.deploy.export import export_onnx, largest_difference, signature_of
+from hasten.deploy.fixed_point import reference
 from hasten.deploy.fixed_point.c_writer import write_c
 from hasten.deploy.fixed_point.layers import IntegerModel
-from hasten.deploy.integer_search import INTEGER_CANDIDATES, IntegerCandidate, bytes_of, make_integer_model, predictor
+from hasten.deploy.fixed_point.lowering import lower, measure_ranges
 from hasten.deploy.latency import compare_latency, peak_memory
 from hasten.deploy.onnx_model import MODEL, OnnxModel, publish
 from hasten.deploy.signature import SIGNATURE, write_signature
@@ -55,17 +58,14 @@ NEARLY_SMALLEST = 1.2  # ratio of two sizes up to which speed and loss decide
 THREADS = 1
 RESULT = "result.json"
 OUTPUTS = (MODEL, SIGNATURE, "model.h", "model.c")
-TARGETS: dict[str, tuple[QuantizationCandidate | IntegerCandidate, ...]] = {
-    "cpu": CANDIDATES,
-    "dsp": INTEGER_CANDIDATES,
-}
+TARGETS = {"cpu": CANDIDATES, "dsp": INTEGER_CANDIDATES}
 
 
 @dataclass
 class QuantizationTrial:
     """A quantized model: its candidate, itself, its metric, and what was measured of it."""
 
-    candidate: QuantizationCandidate | IntegerCandidate
+    candidate: QuantizationCandidate
     model: OnnxModel | IntegerModel
     value: float
     loss: float  # of the metric, as a fraction of the float model's
@@ -126,7 +126,9 @@ def quantize(
     is_new = not directory.exists()
     with writable(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary, _removed_if_it_fails(directory if is_new else None):
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as undo:
+        if is_new:
+            undo.callback(_remove_if_empty, directory)  # by an error or Ctrl-C
         search.prepare(Path(temporary))
         search.try_candidates()
         if target == "cpu":
@@ -146,16 +148,9 @@ def quantize(
     return result
 
 
-@contextmanager
-def _removed_if_it_fails(directory: Path | None) -> Iterator[None]:
-    """Context manager: an error or Ctrl-C removes a directory that was made for the result, if it is still empty."""
-    try:
-        yield
-    except BaseException:
-        if directory is not None:
-            with suppress(OSError):
-                directory.rmdir()
-        raise
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):
+        directory.rmdir()
 
 
 class _Search:
@@ -166,7 +161,6 @@ class _Search:
     ):
         self.trained, self.budget, self.target, self.max_loss = trained, budget, target, max_loss
         self.on_progress = on_progress
-        self.candidates: tuple[QuantizationCandidate | IntegerCandidate, ...] = TARGETS[target]
         self.began = time.monotonic()
         self.trials: list[QuantizationTrial] = []
         self.failed: list[dict[str, str]] = []
@@ -198,7 +192,7 @@ class _Search:
 
     def _calibration(self) -> Iterator[Arrays]:
         samples = 0
-        for batch in self.trained.training_batches(CALIBRATION_SAMPLES):
+        for batch in self.trained.program.source.epoch(0, 0):
             inputs = self.trained.inputs_of(batch)
             yield {name: tensor.numpy() for name, tensor in zip(self.float_model.inputs, inputs, strict=True)}
             samples += len(inputs[0])
@@ -210,33 +204,32 @@ class _Search:
 
     def try_candidates(self) -> None:
         """Makes and evaluates every candidate for which there is time."""
-        for index, candidate in enumerate(self.candidates):
+        candidates = TARGETS[self.target]
+        for index, candidate in enumerate(candidates):
             if self._left(1.0 - LATENCY_SHARE) <= 0.0 and self.trials:
-                self._not_tried(candidate, "the budget is spent")
+                self.failed.append({"name": candidate.name, "why": "the budget is spent"})
                 continue
-            self.on_progress(candidate.name, index / len(self.candidates), self._left())
+            self.on_progress(candidate.name, index / len(candidates), self._left())
             try:
                 self.trials.append(self._try(candidate))
             except (RunError, ConfigurationError) as error:
-                self._not_tried(candidate, str(error))
+                self.failed.append({"name": candidate.name, "why": str(error)})
         if not self.trials:
             raise ConfigurationError(f"no int8 model of {self.trained.task.name} can be made: {self.failed[0]['why']}")
 
-    def _not_tried(self, candidate: QuantizationCandidate | IntegerCandidate, why: str) -> None:
-        self.failed.append({"name": candidate.name, "why": why})
-
-    def _try(
-        self, candidate: QuantizationCandidate | IntegerCandidate, batches: int | None = None
-    ) -> QuantizationTrial:
-        if isinstance(candidate, IntegerCandidate):
-            model: OnnxModel | IntegerModel = make_integer_model(self.prepared, candidate, self.batches)
-            value, size = self.trained.evaluate(predictor(model), batches), bytes_of(model)
+    def _try(self, candidate: QuantizationCandidate, batches: int | None = None) -> QuantizationTrial:
+        if candidate.kind == "integer":
+            ranges = measure_ranges(self.prepared, self.batches, FRACTIONS[candidate.calibration])
+            model: OnnxModel | IntegerModel = lower(self.prepared, ranges, candidate.per_channel)
+            if not model.bytes:
+                raise RunError("the model has no layer with weights that can be quantized")
         else:
             path = self.directory / f"{len(list(self.directory.iterdir()))}.onnx"
             quantize_model(self.prepared, path, candidate, self.batches)
             model = OnnxModel(path, THREADS)
-            value, size = self.trained.evaluate(predictor_of(model), batches), model.bytes
-        return QuantizationTrial(candidate, model, value, self._loss(value), size)
+        predict = predictor_of(model) if isinstance(model, OnnxModel) else partial(_integer_scores, model)
+        value = self.trained.evaluate(predict, batches)
+        return QuantizationTrial(candidate, model, value, self._loss(value), model.bytes)
 
     def _loss(self, value: float, reference: float | None = None) -> float:
         """How much worse a value is than the float model's, as a fraction of that; infinite if it is not finite."""
@@ -251,13 +244,10 @@ class _Search:
 
         The cost of a layer is the loss if it alone is int8.
         """
-        tried = [(trial, trial.candidate) for trial in self.trials]
-        static = [
-            (trial, one) for trial, one in tried if isinstance(one, QuantizationCandidate) and one.kind == "static"
-        ]
-        if not static or any(trial.loss <= self.max_loss for trial, _ in static):
+        static = [trial for trial in self.trials if trial.candidate.kind == "static"]
+        if not static or any(trial.loss <= self.max_loss for trial in static):
             return
-        _, candidate = min(static, key=lambda pair: pair[0].loss)
+        candidate = min(static, key=lambda trial: trial.loss).candidate
         nodes = quantizable_nodes(self.prepared)
         for node in nodes:
             others = [other for other in nodes if other != node]
@@ -291,9 +281,14 @@ class _Search:
         except (RunError, ConfigurationError):
             return math.inf
 
+    @property
+    def passed(self) -> list[QuantizationTrial]:
+        """The trials that the gate accepts."""
+        return [trial for trial in self.trials if trial.loss <= self.max_loss]
+
     def compare(self) -> None:
         """Times the candidates that pass, the float model and eager PyTorch in turns, at both batch sizes."""
-        passed = [trial for trial in self.trials if trial.loss <= self.max_loss]
+        passed = self.passed
         threads = torch.get_num_threads()
         torch.set_num_threads(THREADS)
         try:
@@ -329,13 +324,10 @@ class _Search:
 
     def choose(self) -> tuple[QuantizationTrial | None, str]:
         """The fastest trial that passes, and the verdict about it; else the smallest one."""
-        passed = [trial for trial in self.trials if trial.loss <= self.max_loss]
-        faster = [
-            trial for trial in passed if trial.candidate.computes_in_int8 and _is_faster(list(trial.speedup.values()))
-        ]
-        if faster:
+        in_int8 = [trial for trial in self.passed if trial.candidate.kind != "weights"]
+        if faster := [trial for trial in in_int8 if _is_faster(list(trial.speedup.values()))]:
             return max(faster, key=_mean_speed), "faster"
-        smaller = [trial for trial in passed if trial.bytes < self.float_bytes]
+        smaller = [trial for trial in self.passed if trial.bytes < self.float_bytes]
         if smaller:  # of nearly the smallest ones, the fastest, then the best
             largest = NEARLY_SMALLEST * min(trial.bytes for trial in smaller)
             small = [trial for trial in smaller if trial.bytes <= largest]
@@ -344,8 +336,8 @@ class _Search:
 
     def write(self, chosen: QuantizationTrial, directory: Path) -> None:
         """Writes the chosen model and its signature."""
-        is_dynamic = isinstance(chosen.candidate, QuantizationCandidate) and chosen.candidate.kind == "dynamic"
-        signature = signature_of(self.trained, chosen.value, max_batch=1 if is_dynamic else None)
+        max_batch = 1 if chosen.candidate.kind == "dynamic" else None
+        signature = signature_of(self.trained, chosen.value, max_batch)
         finished = self.directory / "finished"
         finished.mkdir()
         files = [write_signature(signature, finished)]
@@ -389,6 +381,11 @@ class _Search:
             **machine_and_versions("cpu"),
             "seconds": time.monotonic() - self.began,
         }
+
+
+def _integer_scores(model: IntegerModel, inputs: list[torch.Tensor]) -> torch.Tensor:
+    scores = reference.run(model, reference.quantize_input(model.input, inputs[0].numpy()))
+    return torch.from_numpy(reference.dequantize(model.output, scores))
 
 
 def _mean_speed(trial: QuantizationTrial) -> float:

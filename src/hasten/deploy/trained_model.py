@@ -2,8 +2,8 @@
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -80,16 +80,16 @@ class TrainedModel:
             raise ConfigurationError(f"{self.task.name} has no validation data, with which the result would be checked")
         return self.program.validation
 
-    def first_inputs(self) -> list[torch.Tensor]:
-        """The inputs of the first validation batch; ConfigurationError if there is none."""
+    def first_batch(self) -> Batch:
+        """The first validation batch; ConfigurationError if there is none."""
         batch = next(iter(self.validation().epoch(0, 0)), None)
         if batch is None:
             raise ConfigurationError(f"the validation data of {self.task.name} are empty")
-        return self.inputs_of(batch)
+        return batch
 
-    def training_batches(self, count: int) -> Iterator[Batch]:
-        """The first batches of the training data, in the order of seed 0."""
-        return islice(self.program.source.epoch(0, 0), count)
+    def first_inputs(self) -> list[torch.Tensor]:
+        """The inputs of the first validation batch."""
+        return self.inputs_of(self.first_batch())
 
     def inputs_of(self, batch: Batch) -> list[torch.Tensor]:
         """The input tensors of a batch, in the order of ``model.names``; RunError if an input is no tensor."""
@@ -107,7 +107,9 @@ class TrainedModel:
                 return float(self.task.evaluate(_Predictor(self, predict), source))
             metric = MetricAccumulator(self.task)
             for batch in source:
-                output, target = predict(self.inputs_of(batch)), target_of_batch(batch)
+                # the target is the last item, or the field with the name of a target
+                output = predict(self.inputs_of(batch))
+                target = batch[-1] if isinstance(batch, (tuple, list)) else target_of(batch)
                 loss = self.task.loss(output, target) if self.task.loss is not None else torch.tensor(float("nan"))
                 metric.update(output, target, loss, batch_size(batch))
             return metric.result().metric
@@ -118,15 +120,12 @@ class TrainedModel:
 
     def varying_dimensions(self) -> list[set[int]]:
         """For each input, its dimensions that differ between batches; 0, the batch, is always among them."""
-        varying: list[set[int]] = []
-        shapes: list[torch.Size] = []
-        for batch in islice(self.validation().epoch(0, 0), SEEN_BATCHES):
-            inputs = self.inputs_of(batch)
-            if not shapes:
-                shapes, varying = [tensor.shape for tensor in inputs], [{0} for _ in inputs]
-            for seen, shape, tensor in zip(varying, shapes, inputs, strict=True):
-                seen |= {i for i, (a, b) in enumerate(zip(shape, tensor.shape, strict=True)) if a != b}
-        return varying
+        batches = islice(self.validation().epoch(0, 0), SEEN_BATCHES)
+        shapes = [[tensor.shape for tensor in self.inputs_of(batch)] for batch in batches]
+        return [
+            {0} | {dim for dim, sizes in enumerate(zip(*of_input, strict=True)) if len(set(sizes)) > 1}
+            for of_input in zip(*shapes, strict=True)
+        ]
 
 
 class _Predictor(nn.Module):
@@ -163,16 +162,8 @@ def load_trained_model(run: str | Path, task: Any = None) -> TrainedModel:
     module = program.export().eval()
     _load_weights(module, weights, loaded.name)
     trained = TrainedModel(directory, loaded, InferenceModel(module, (), False), program)
-    first = next(iter(trained.validation().epoch(0, 0)), None)
-    if first is None:
-        raise ConfigurationError(f"the validation data of {loaded.name} are empty")
-    inference = InferenceModel(module, *_input_names(module, first, loaded)).eval()
-    return TrainedModel(directory, loaded, inference, program)
-
-
-def target_of_batch(batch: Batch) -> Any:
-    """The target of a batch: its last item, or the field with the name of a target."""
-    return batch[-1] if isinstance(batch, (tuple, list)) else target_of(batch)
+    names = _input_names(module, trained.first_batch(), loaded)
+    return replace(trained, model=InferenceModel(module, *names).eval())
 
 
 def _workload_of(directory: Path) -> str:

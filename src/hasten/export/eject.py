@@ -134,22 +134,23 @@ def _metrics_entry(metric: Any) -> str:
 
 def _join(script: InlinedScript, title: str, function: Callable[[], Task]) -> str:
     """Joins the parts into one file: the training first, then the source that it uses."""
+    imports, copied, main = script
     directory = Path(sys.modules[function.__module__].__file__ or "").parent
-    packages = sorted({line.split()[1].partition(".")[0] for line in script.imports})
+    packages = sorted({line.split()[1].partition(".")[0] for line in imports})
     in_directory = [f"{name}.py" for name in packages if (directory / f"{name}.py").exists()]
     keep = ""
     if in_directory and function.__module__.startswith(tasks.FILE_MODULE_PREFIX):
         keep = f"\nIt imports {' and '.join(in_directory)}: keep it beside this file."
     needs = "PyTorch is needed, hasten is not"
-    if any(IMPORTS_DATA.search(text) for text in (*script.imports, script.main, *(text for _, text in script.modules))):
+    if any(IMPORTS_DATA.search(text) for text in (*imports, main, *(text for _, text in copied))):
         needs = f"besides PyTorch it needs {DATA}, which reads its data, and nothing else of hasten"
     head = [
         f'"""Trains {title}.\n\nWritten by `hasten eject` {hasten.__version__}; {needs}.{keep}\n"""',
         "from __future__ import annotations",
-        "\n".join(script.imports),
+        "\n".join(imports),
     ]
-    modules = [f"# --- {_module_title(module)} ---\n\n\n{text}" for module, text in script.modules]
-    blocks = ["\n\n".join(head), script.main, *modules, 'if __name__ == "__main__":\n    main()']
+    modules = [f"# --- {_module_title(module)} ---\n\n\n{text}" for module, text in copied]
+    blocks = ["\n\n".join(head), main, *modules, 'if __name__ == "__main__":\n    main()']
     text = "\n\n\n".join(blocks) + "\n"
     compile(text, "the ejected script", "exec")
     return text

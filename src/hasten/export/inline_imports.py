@@ -17,15 +17,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.export.module_source import MAIN, ModuleSource, Symbol, is_library
 
 ANY = "typing", "Any"
-
-
-@dataclass(frozen=True)
-class InlinedScript:
-    """A program with its modules copied in."""
-
-    imports: list[str]  # the remaining import lines
-    modules: list[tuple[str, str]]  # (module, source) of each that was copied in, in an order of execution
-    main: str  # the source of the program itself
+InlinedScript = tuple[list[str], list[tuple[str, str]], str]  # of a program with its modules copied in
 
 
 def inline_imports(main: str, inline: Callable[[str], bool], replacements: dict[Symbol, str]) -> InlinedScript:
@@ -33,6 +25,10 @@ def inline_imports(main: str, inline: Callable[[str], bool], replacements: dict[
 
     ``inline`` decides by name whether a module is copied in; ``replacements`` holds source to use instead of that of
     some top-level definitions.
+
+    Returns:
+        The remaining import lines; (module, source) of each that was copied in, in an order of execution; and the
+        source of the program itself.
 
     Raises:
         ConfigurationError: The source of a definition cannot be found.
@@ -43,7 +39,7 @@ def inline_imports(main: str, inline: Callable[[str], bool], replacements: dict[
     names = _assign_names(collector)
     texts = {name: source.render(names) for name, source in collector.sources.items()}
     main_text = texts.pop(MAIN)
-    return InlinedScript(_import_lines(collector, names), [(n, text) for n, text in texts.items() if text], main_text)
+    return _import_lines(collector, names), [(name, text) for name, text in texts.items() if text], main_text
 
 
 @dataclass

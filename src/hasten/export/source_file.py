@@ -5,6 +5,7 @@ import copy
 import difflib
 import io
 import itertools
+import re
 import tokenize
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ GRADIENTS = {"backward", "grad", "step", "zero_grad", "manual_backward", "scaler
 
 IMPORT = (ast.Import, ast.ImportFrom)
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+NO_TORCH = "the file does not import torch at its top"
 
 
 class CannotEditError(Exception):
@@ -42,10 +46,8 @@ class SourceFile:
         if not path.is_relative_to(directory.resolve()):
             return f"lies outside of {directory}"
         try:
-            content = path.read_bytes()
-            return SourceFile(
-                path.relative_to(directory.resolve()).as_posix(), content, ast.parse(content.decode("utf-8"))
-            )
+            content, relative = path.read_bytes(), path.relative_to(directory.resolve())
+            return SourceFile(relative.as_posix(), content, ast.parse(content.decode("utf-8")))
         except UnicodeDecodeError:
             return "is not UTF-8 text"
         except (OSError, SyntaxError, ValueError) as error:
@@ -93,14 +95,21 @@ class SourceFile:
     def _offset(self, line: int, column: int) -> int:
         return self.lines[line - 1] + column
 
+    def _span(self, node: Any) -> tuple[int, int]:
+        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+
     def _text(self, node: Any) -> str:
-        start, end = self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+        start, end = self._span(node)
         return self.content[start:end].decode("utf-8")
+
+    def _nodes(self, kind: Any, line: int | None = None) -> list[Any]:
+        """The nodes of some types, with a line those that it is a part of."""
+        found: list[Any] = [node for node in ast.walk(self.tree) if isinstance(node, kind)]
+        return [node for node in found if line is None or node.lineno <= line <= _end(node)]
 
     def _calls(self, line: int, names: tuple[str, ...]) -> list[ast.Call]:
         """The calls that a line makes: those of the named classes, else the only one that begins there."""
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        around = [call for call in calls if call.lineno <= line <= (call.end_lineno or call.lineno)]
+        around: list[ast.Call] = self._nodes(ast.Call, line)
         named = [call for call in around if _callee(call) and _callee(call) in names]
         starting = [call for call in around if call.lineno == line]
         if chosen := [call for call in named if call.lineno == line] or named:
@@ -120,8 +129,7 @@ class SourceFile:
         for keyword in wanted.keywords:
             value = ast.unparse(keyword.value)
             if old := present.get(keyword.arg):
-                start = self._offset(old.value.lineno, old.value.col_offset)
-                self.replacements[start, start + len(self._text(old.value).encode())] = value
+                self.replacements[self._span(old.value)] = value
             else:
                 added.append(f"{keyword.arg}={value}")
         if {"fused", "foreach"} <= {keyword.arg for keyword in wanted.keywords} | present.keys():
@@ -139,9 +147,7 @@ class SourceFile:
                 raise CannotEditError("the call does not show the dataset")
             if "collate_fn" in keywords:
                 raise CannotEditError("the call passes a collate_fn")
-            start = self._offset(dataset.lineno, dataset.col_offset)
-            old = self._text(dataset)
-            self.replacements[start, start + len(old.encode())] = f"{wrapper}({old})"
+            self.replacements[self._span(dataset)] = f"{wrapper}({self._text(dataset)})"
             self._add_keywords(call, f"collate_fn={wrapper}.collate")
         self._ensure_torch()
         self._insert_after(self._torch_import(), f"\n\n{text}")
@@ -174,26 +180,17 @@ class SourceFile:
 
     def _end_of_arguments(self, call: ast.Call) -> tuple[tokenize.TokenInfo, tokenize.TokenInfo]:
         """The last token before the closing parenthesis of a call, and that parenthesis; columns are in bytes."""
-        end = (call.end_lineno or 0, call.end_col_offset or 0)
-        before: list[tokenize.TokenInfo] = []
-        for token in tokenize.tokenize(io.BytesIO(self.content).readline):
-            (row, column), (end_row, end_column) = token.start, token.end
-            if token.type in (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.ENCODING):
-                continue
-            start_bytes = (row, len(token.line[:column].encode())) if row == end_row else (row, column)
-            end_bytes = (end_row, len(token.line[:end_column].encode())) if row == end_row else (end_row, end_column)
-            token = token._replace(start=start_bytes, end=end_bytes)
-            if end_bytes == end:
-                return before[-1], token
-            before.append(token)
-        raise CannotEditError("the end of the call was not found")
+        skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.ENCODING)
+        text = re.sub(rb"[\x80-\xff]", b"x", self.content)  # one column a byte, as in the tree
+        tokens = [one for one in tokenize.tokenize(io.BytesIO(text).readline) if one.type not in skipped]
+        index = [token.end for token in tokens].index((call.end_lineno or 0, call.end_col_offset or 0))
+        return tokens[index - 1], tokens[index]
 
     def line_of_assignment(self, line: int) -> int:
         """The line that last assigns the name which is called at a line, such as ``model``, or is attached there; 0 if
         that is not clear.
         """
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        here = [call for call in calls if call.lineno <= line <= _end(call)]
+        here = self._nodes(ast.Call, line)
         called = {self._text(call.func) for call in here}
         called |= {self._text(call.args[0]) for call in here if called & ATTACH and call.args}
         made = [node for node in self._assigned_calls() if any(self._text(one) in called for one in node.targets)]
@@ -203,14 +200,11 @@ class SourceFile:
 
     def _assigned_calls(self) -> list[ast.Assign]:
         """The statements that assign the result of a call, such as a new model."""
-        assigned = (node for node in ast.walk(self.tree) if isinstance(node, ast.Assign))
-        return [node for node in assigned if isinstance(node.value, ast.Call)]
+        return [node for node in self._nodes(ast.Assign) if isinstance(node.value, ast.Call)]
 
     def name_of_model(self, line: int, step: int) -> str:
         """See the function of this name."""
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        here = [call for call in calls if call.lineno <= line <= _end(call)]
-        updates = [call for call in calls if call.lineno <= step <= _end(call)]
+        here, updates = self._nodes(ast.Call, line), self._nodes(ast.Call, step)
         functions = {id(self._function_of(call)) for call in (*here, *updates)}
         assigned = {self._text(target) for node in self._assigned_calls() for target in node.targets}
         names = {self._text(call.func) for call in here} & assigned
@@ -218,7 +212,7 @@ class SourceFile:
 
     def _insert_before_step(self, line: int, model: str, text: str) -> None:
         """Inserts a statement about the gradients of the model before the update at a line."""
-        statements = [node for node in ast.walk(self.tree) if isinstance(node, ast.Expr) and node.lineno == line]
+        statements = [node for node in self._nodes(ast.Expr, line) if node.lineno == line]
         calls = [node.value for node in statements if isinstance(node.value, ast.Call)]
         if len(calls) != 1 or _callee(calls[0]) != "step" or calls[0].args or calls[0].keywords:
             raise CannotEditError("the optimizer is not updated by a call of its step() without arguments")
@@ -232,17 +226,15 @@ class SourceFile:
 
     def _function_of(self, node: ast.AST) -> ast.AST:
         """The innermost function that contains a node, or the module."""
-        around = [one for one in ast.walk(self.tree) if isinstance(one, FUNCTION) and node in ast.walk(one)]
+        around = [one for one in self._nodes(FUNCTION) if node in ast.walk(one)]
         return around[-1] if around else self.tree
 
     def _insert_after_assignment(self, line: int, text: str) -> None:
         """Inserts a statement about the model after the statement that assigns it."""
         if not line:
             raise CannotEditError("it is not clear where the model is made")
-        assignments = [node for node in ast.walk(self.tree) if isinstance(node, (ast.Assign, ast.AnnAssign))]
-        around = [
-            node for node in assignments if node.lineno <= line <= _end(node) and isinstance(node.value, ast.Call)
-        ]
+        assignments = self._nodes((ast.Assign, ast.AnnAssign), line)
+        around = [node for node in assignments if isinstance(node.value, ast.Call)]
         targets = [target for node in around for target in getattr(node, "targets", [getattr(node, "target", None)])]
         if len(targets) != 1 or not isinstance(targets[0], (ast.Name, ast.Attribute)):
             raise CannotEditError("the model is not assigned to one name where it is made")
@@ -268,21 +260,17 @@ class SourceFile:
         module may start the training by an import. The same call that the file makes later is changed.
         """
         for call in self._same_calls(text):
-            start = self._offset(call.lineno, call.col_offset)
-            self.replacements[start, start + len(self._text(call).encode())] = text
-        try:
+            self.replacements[self._span(call)] = text
+        if self._torch_imports():
             self._ensure_torch()
             return self._insert_after(self._torch_import(), text)
-        except CannotEditError:
-            if not self.tree.body or self._has_torch():
-                raise
         first = next((one for one in self.tree.body if not _comes_first(one)), None)
         if first is None:
-            raise CannotEditError("the file holds no statement")
+            raise CannotEditError("the file holds no statement" if self.tree.body else NO_TORCH)
         offset = self.lines[min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]) - 1]
         if "torch." in text:
             self._insert(offset, "import torch\n")
-        return self._insert(offset, f"{text}\n")
+        self._insert(offset, f"{text}\n")
 
     def _same_calls(self, text: str) -> list[ast.Call]:
         """The calls in the file of the one function that ``text`` calls; none if it is more than such a call."""
@@ -290,26 +278,22 @@ class SourceFile:
         wanted = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
         if not isinstance(wanted, ast.Call):
             return []
-        name = ast.unparse(wanted.func)
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        return [call for call in calls if ast.unparse(call.func) == name]
+        return [call for call in self._nodes(ast.Call) if ast.unparse(call.func) == ast.unparse(wanted.func)]
 
-    def _has_torch(self) -> bool:
-        """Whether the file imports torch at its top."""
-        try:
-            return bool(self._torch_import())
-        except CannotEditError:
-            return False
-
-    def _torch_import(self) -> ast.stmt:
-        """The last of the import statements that follow the one of torch at the top of the file."""
+    def _torch_imports(self) -> list[ast.stmt]:
+        """The import statements at the top of the file, from the first of torch on."""
         for number, statement in enumerate(self.tree.body):
             names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
             names += [statement.module or ""] if isinstance(statement, ast.ImportFrom) and not statement.level else []
             if any(name.partition(".")[0] == "torch" for name in names):
-                imports = itertools.takewhile(lambda one: isinstance(one, IMPORT), self.tree.body[number:])
-                return [*imports][-1]
-        raise CannotEditError("the file does not import torch at its top")
+                return [*itertools.takewhile(lambda one: isinstance(one, IMPORT), self.tree.body[number:])]
+        return []
+
+    def _torch_import(self) -> ast.stmt:
+        """The last of these statements."""
+        if imports := self._torch_imports():
+            return imports[-1]
+        raise CannotEditError(NO_TORCH)
 
     def _ensure_torch(self) -> None:
         """Inserts ``import torch`` unless the file binds that name at its top."""
@@ -320,14 +304,14 @@ class SourceFile:
     def _wrap_evaluation(self, line: int, text: str) -> None:
         """Decorates the function of the evaluation at a line, or puts its loop under ``with text:``."""
         self._ensure_torch()
-        around = [node for node in ast.walk(self.tree) if getattr(node, "lineno", line + 1) <= line <= _end(node)]
-        functions = [node for node in around if isinstance(node, ast.FunctionDef)]
+        functions = self._nodes(ast.FunctionDef, line)
         taking_gradients = _functions_with_gradients(self.tree)
-        if functions and not _takes_gradients(functions[-1], taking_gradients) and not _yields(functions[-1]):
+        yields = functions and any(isinstance(one, (ast.Yield, ast.YieldFrom)) for one in ast.walk(functions[-1]))
+        if functions and not _takes_gradients(functions[-1], taking_gradients) and not yields:
             first = min([functions[-1].lineno, *(decorator.lineno for decorator in functions[-1].decorator_list)])
             indent = _indent(self._line(first))
             return self._insert(self.lines[first - 1], f"{indent}@{text}\n")
-        loops = [node for node in around if isinstance(node, (ast.For, ast.While))]
+        loops = self._nodes((ast.For, ast.While), line)
         if not loops or _takes_gradients(loops[-1], taking_gradients):
             raise CannotEditError("the evaluation is no function and no loop of its own")
         return self._indent_block(loops[-1], text)
@@ -395,7 +379,3 @@ def _comes_first(statement: ast.stmt) -> bool:
     """Whether a statement has to stay at the top of its file: a docstring, or an import from __future__."""
     is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     return is_text or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__")
-
-
-def _yields(function: ast.AST) -> bool:
-    return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))

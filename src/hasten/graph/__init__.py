@@ -14,9 +14,8 @@ from hasten.graph.aggregation.layers import apply_maxk
 from hasten.graph.aggregation.maxk import MaxK, aggregate, compress, maxk
 from hasten.graph.features import InMemoryFeatures, MemoryMappedFeatures
 from hasten.graph.partitions.exchange import RankExchange
-from hasten.graph.partitions.file import load_partition, save_partition
 from hasten.graph.partitions.loader import PartitionedLoader
-from hasten.graph.partitions.partition import partition_graph, relabel_graph, take_part
+from hasten.graph.partitions.partition import load_partition, partition_graph, relabel_graph, save_partition, take_part
 from hasten.graph.partitions.remote_features import RemoteFeatures
 from hasten.graph.partitions.sampler import HybridSampler, VanillaSampler
 from hasten.graph.sampling.sampler import NeighborSampler

@@ -12,7 +12,19 @@ from hasten.graph.sampling.checks import out_of_range
 
 
 class FeatureSource(ABC):
-    """A matrix with one row for each node."""
+    """A matrix with one row for each node. ``width``: elements per row; ``dtype``: of the elements.
+
+    ConfigurationError unless ``shape`` is (nodes, width), with ``num_nodes`` nodes if that is given.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, num_nodes: int | None = None):
+        if len(shape) != 2:
+            raise ConfigurationError(f"features must have two dimensions (nodes, width); got shape {shape}")
+        if num_nodes is not None and shape[0] != num_nodes:
+            counts = f"features have {shape[0]} rows, but there are {num_nodes} nodes"
+            raise ConfigurationError(f"{counts}; one row is a node")
+        self._num_rows, self.width = shape
+        self.dtype = dtype
 
     @abstractmethod
     def rows(self, node_ids: Tensor) -> Tensor:
@@ -28,41 +40,21 @@ class FeatureSource(ABC):
             ConfigurationError: an id is out of range, or is not an integer.
         """
 
-    @abstractmethod
     def __len__(self) -> int:
         """Number of nodes."""
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Elements per row."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype: ...
+        return self._num_rows
 
 
 class InMemoryFeatures(FeatureSource):
     """The rows of a tensor of shape (nodes, width), on the CPU."""
 
     def __init__(self, features: Tensor, num_nodes: int | None = None):
-        _check_shape(tuple(features.shape), num_nodes)
+        super().__init__(tuple(features.shape), features.dtype, num_nodes)
         self.features = features.contiguous()
 
     def rows(self, node_ids: Tensor) -> Tensor:
         check_node_ids(node_ids, len(self))
         return self.features.index_select(0, node_ids)
-
-    def __len__(self) -> int:
-        return self.features.shape[0]
-
-    @property
-    def width(self) -> int:
-        return self.features.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.features.dtype
 
 
 class MemoryMappedFeatures(FeatureSource):
@@ -91,32 +83,18 @@ class MemoryMappedFeatures(FeatureSource):
         if not 0 <= first <= end <= len(array):
             raise ConfigurationError(f"{path} has {len(array)} rows; got first={first}, end={end}")
         self._array = array[first:end]
-        _check_shape(self._array.shape, num_nodes)
         try:
-            self._dtype = torch.from_numpy(numpy.empty(0, self._array.dtype)).dtype
+            dtype = torch.from_numpy(numpy.empty(0, array.dtype)).dtype
         except (TypeError, ValueError):  # of an unknown type, or one whose bytes are in another order
-            raise ConfigurationError(
-                f"{path} has elements of type {array.dtype}, which PyTorch does not know"
-            ) from None
+            unknown = f"{path} has elements of type {array.dtype}, which PyTorch does not know"
+            raise ConfigurationError(unknown) from None
+        super().__init__(self._array.shape, dtype, num_nodes)
 
     def rows(self, node_ids: Tensor) -> Tensor:
         check_node_ids(node_ids, len(self))
-        unique, positions = torch.unique(
-            node_ids, return_inverse=True
-        )  # sorted: the file is read forward, each row once
-        found = torch.from_numpy(self._array[unique.numpy()])
-        return found.index_select(0, positions)
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    @property
-    def width(self) -> int:
-        return self._array.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
+        # sorted: the file is read forward, each row once
+        unique, positions = torch.unique(node_ids, return_inverse=True)
+        return torch.from_numpy(self._array[unique.numpy()]).index_select(0, positions)
 
 
 def check_node_ids(node_ids: Tensor, num_nodes: int, name: str = "node ids") -> None:
@@ -126,10 +104,3 @@ def check_node_ids(node_ids: Tensor, num_nodes: int, name: str = "node ids") -> 
         raise ConfigurationError(f"{name} must be int64 of one dimension; got {node_ids.dtype} of shape {shape}")
     if (wrong := out_of_range(node_ids, num_nodes)) is not None:
         raise ConfigurationError(f"{name} must be in [0, {num_nodes}); got {wrong}: is it an id of another graph?")
-
-
-def _check_shape(shape: tuple[int, ...], num_nodes: int | None) -> None:
-    if len(shape) != 2:
-        raise ConfigurationError(f"features must have two dimensions (nodes, width); got shape {shape}")
-    if num_nodes is not None and shape[0] != num_nodes:
-        raise ConfigurationError(f"features have {shape[0]} rows, but there are {num_nodes} nodes; one row is a node")

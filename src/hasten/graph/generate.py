@@ -17,6 +17,7 @@ CHUNK = 2**20  # edges drawn at a time
 QUADRANTS = (0.57, 0.19, 0.19, 0.05)  # of the Graph 500 benchmark
 MIN_PROBABILITY = 1e-3  # of a quadrant: nearly all edges would be self loops, which are drawn again
 MAX_NODES = 2**31
+Ids = NDArray[numpy.int64]
 
 
 class GeneratedGraph(NamedTuple):
@@ -24,9 +25,9 @@ class GeneratedGraph(NamedTuple):
     (nodes, width); ``y`` int64 (nodes,), the class of each node.
     """
 
-    edge_index: NDArray[numpy.int64]
+    edge_index: Ids
     x: NDArray[numpy.float32]
-    y: NDArray[numpy.int64]
+    y: Ids
 
 
 def rmat(
@@ -66,7 +67,7 @@ def rmat(
     upper = quadrants[0] + quadrants[1]
     right = numpy.array([quadrants[1] / upper, quadrants[3] / (1 - upper)], numpy.float32)  # in each half of the rows
 
-    def draw(count: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
+    def draw(count: int) -> tuple[Ids, Ids]:
         source, target = numpy.zeros(count, numpy.int64), numpy.zeros(count, numpy.int64)
         for _ in range(levels):
             is_lower = rng.random(count, numpy.float32) >= upper
@@ -81,7 +82,7 @@ def rmat(
     for row in edges:
         row[:] = names[row]
     labels = rng.integers(0, num_classes, num_nodes)
-    return GeneratedGraph(edges, _features(labels, num_classes, num_features, noise, rng), labels)
+    return _graph(edges, labels, num_classes, num_features, noise, rng)
 
 
 def stochastic_block_model(
@@ -123,7 +124,7 @@ def stochastic_block_model(
     labels = numpy.empty(num_nodes, numpy.int64)
     labels[order] = community
 
-    def draw(count: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
+    def draw(count: int) -> tuple[Ids, Ids]:
         target = rng.integers(0, num_nodes, count)
         source = rng.integers(0, num_nodes, count)
         inside = numpy.flatnonzero(rng.random(count, numpy.float32) < homophily)
@@ -133,25 +134,10 @@ def stochastic_block_model(
         return order[source], order[target]
 
     edges = _draw_edges(draw, num_edges)
-    return GeneratedGraph(edges, _features(labels, num_classes, num_features, noise, rng), labels)
+    return _graph(edges, labels, num_classes, num_features, noise, rng)
 
 
-def to_csc(
-    edge_index: NDArray[numpy.int64], num_nodes: int
-) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
-    """(``indptr``, ``indices``, ``order``) of a graph: sources of the edges into node n are
-    ``indices[indptr[n]:indptr[n + 1]]``; ``order``: the column of ``edge_index`` that each of them was.
-    """
-    source, target = edge_index
-    order = numpy.argsort(target, kind="stable")
-    indptr = numpy.zeros(num_nodes + 1, numpy.int64)
-    numpy.cumsum(numpy.bincount(target, minlength=num_nodes), out=indptr[1:])
-    return indptr, source[order], order
-
-
-def _draw_edges(
-    draw: Callable[[int], tuple[NDArray[numpy.int64], NDArray[numpy.int64]]], num_edges: int
-) -> NDArray[numpy.int64]:
+def _draw_edges(draw: Callable[[int], tuple[Ids, Ids]], num_edges: int) -> Ids:
     """``num_edges`` edges without self loops, from chunks of ``draw(count)``, which may return fewer than ``count``."""
     edges = numpy.empty((2, num_edges), numpy.int64)
     done = 0
@@ -164,16 +150,16 @@ def _draw_edges(
     return edges
 
 
-def _features(
-    labels: NDArray[numpy.int64], num_classes: int, width: int, noise: float, rng: numpy.random.Generator
-) -> NDArray[numpy.float32]:
-    """Features around a random mean for each class, with components of standard deviation 1 / sqrt(width)."""
+def _graph(
+    edges: Ids, labels: Ids, num_classes: int, width: int, noise: float, rng: numpy.random.Generator
+) -> GeneratedGraph:
+    """Adds features around a random mean for each class, with components of standard deviation 1 / sqrt(width)."""
     means = rng.standard_normal((num_classes, width), numpy.float32) / numpy.float32(width**0.5)
     features = rng.standard_normal((len(labels), width), numpy.float32)
     features *= numpy.float32(noise)
     for first in range(0, len(labels), CHUNK):
         features[first : first + CHUNK] += means[labels[first : first + CHUNK]]
-    return features
+    return GeneratedGraph(edges, features, labels)
 
 
 def _check_sizes(num_nodes: int, num_edges: int, num_features: int, num_classes: int) -> None:

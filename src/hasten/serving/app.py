@@ -7,13 +7,14 @@ import asyncio
 import hmac
 import logging
 import math
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy
+import orjson
 import swagger_ui_bundle
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -27,35 +28,32 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hasten.core.errors import RunError
 from hasten.deploy.signature import Signature
 from hasten.serving.batcher import Batcher, BatcherSettings, DeadlineExceededError, QueueFullError
-from hasten.serving.inputs import IMAGE_TYPES, RequestError
+from hasten.serving.inputs import IMAGE_TYPES, RequestError, parse_image, parse_json, zero_inputs
 from hasten.serving.models import ModelHolder, ServedModel
-from hasten.serving.predict import IMAGES_AT_ONCE, PredictEndpoint
 from hasten.serving.shadow import Shadow
 
 LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MAX_BODY_BYTES = 4_000_000
+IMAGES_AT_ONCE = 2  # that are decoded
+BODY_TIMEOUT_S = 10.0
+CLOSE = {"Connection": "close"}  # where the rest of the body may never come
+CLIENT_IS_GONE = 499  # as nginx counts it
+Headers = dict[bytes, bytes]  # names in lower case
 # the files of Swagger UI come from a package, so that the page works without the internet
 SWAGGER_PAGE = """<!doctype html><title>REST interface</title><link rel="stylesheet" href="/swagger/swagger-ui.css">
 <div id="swagger-ui"></div><script src="/swagger/swagger-ui-bundle.js"></script>
 <script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#swagger-ui"})</script>"""
 OPEN_PATHS = ("/health", "/ready", "/", "/docs", "/openapi.json")  # that need no token
 
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What a server may do: limits of its batcher, bytes of a body, and the token that requests must carry."""
-
-    settings: BatcherSettings
-    max_body: int = MAX_BODY_BYTES
-    token: str | None = None
+logger = logging.getLogger("hasten.serving")
 
 
 class Service:
     """The batcher and what is measured of it, for one application."""
 
-    def __init__(self, holder: ModelHolder, options: ServerOptions, shadow: Shadow | None):
-        self.holder, self.options, self.shadow = holder, options, shadow
+    def __init__(self, holder: ModelHolder, settings: BatcherSettings, max_body: int, compared: Sequence[ServedModel]):
+        self.holder, self.max_body = holder, max_body
         self.is_ready = False
         self.registry = CollectorRegistry()
         metric = partial(Histogram, registry=self.registry)
@@ -63,22 +61,22 @@ class Service:
         self.batch_seconds = metric("hasten_batch_seconds", "Seconds of a batch in the model", buckets=LATENCIES)
         self.batch_samples = metric("hasten_batch_samples", "Samples of a batch", buckets=BATCHES)
         self.answers = Counter("hasten_answers", "Answers by status code", ["code"], registry=self.registry)
-        waiting = Gauge("hasten_waiting_samples", "Samples in the queue", registry=self.registry)
-        waiting.set_function(lambda: self.batcher.samples)
+        figures: list[tuple[str, str, Callable[[], float]]] = [
+            ("hasten_waiting_samples", "Samples in the queue", lambda: self.batcher.samples),
+            ("hasten_reload_failures", "Newer models that could not be loaded", lambda: holder.failures),
+            ("hasten_reloads", "Models loaded since the start", lambda: holder.reloads),
+        ]
+        for name, text, value in figures:
+            Gauge(name, text, registry=self.registry).set_function(value)
         self.computed_by = holder.model  # the last batch; of the inference thread
         self.images = asyncio.Semaphore(IMAGES_AT_ONCE)
-        refused = Gauge("hasten_reload_failures", "Newer models that could not be loaded", registry=self.registry)
-        refused.set_function(lambda: holder.failures)
-        reloads = Gauge("hasten_reloads", "Models loaded since the start", registry=self.registry)
-        reloads.set_function(lambda: holder.reloads)
-        if shadow is not None:
-            shadow.register(self.registry)
+        self.shadow = Shadow(*(model.run for model in compared), self.registry) if compared else None
         self.loop = asyncio.get_running_loop()
-        self.batcher = Batcher(self._compute, self._done, options.settings, self._observe)
+        self.batcher = Batcher(self._compute, self._done, settings, self._observe)
 
     def _compute(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
         self.computed_by = self.holder.model
-        scores = self.computed_by(inputs)
+        scores = self.computed_by.run(inputs)
         if self.shadow is not None:
             self.shadow.offer(inputs, scores)
         return scores
@@ -89,9 +87,7 @@ class Service:
 
     def _done(self, answers: list[tuple[Any, Any]]) -> None:
         """Hands the answers of a batch to the event loop, in one call for all, with the model that computed them."""
-        model = self.computed_by
-        answers = [(key, one if isinstance(one, Exception) else (one, model)) for key, one in answers]
-        self.loop.call_soon_threadsafe(_resolve, answers)
+        self.loop.call_soon_threadsafe(_resolve, answers, self.computed_by)
 
     async def predict(self, inputs: tuple[numpy.ndarray, ...]) -> tuple[numpy.ndarray, ServedModel]:
         """The scores of a request and the model that computed them; RequestError if too many requests wait, or the
@@ -102,27 +98,104 @@ class Service:
             self.batcher.submit(future, inputs)
             return await future
         except QueueFullError as error:
-            seconds = str(max(1, math.ceil(error.seconds)))
-            headers = {"Retry-After": seconds}
-            raise RequestError(429, f"too many requests wait; try again in {seconds} s", headers) from None
+            seconds = max(1, math.ceil(error.seconds))
+            text = f"too many requests wait; try again in {seconds} s"
+            raise RequestError(429, text, {"Retry-After": str(seconds)}) from None
         except DeadlineExceededError:
             raise RequestError(503, "the request waited too long; try again later") from None
         except RunError as error:
             raise RequestError(422, str(error)) from None
 
 
-def _resolve(answers: list[tuple[Any, Any]]) -> None:
+def _resolve(answers: list[tuple[Any, Any]], model: ServedModel) -> None:
     for future, answer in answers:
         if future.done():  # the client is gone
             continue
         if isinstance(answer, Exception):
             future.set_exception(answer)
         else:
-            future.set_result(answer)
+            future.set_result((answer, model))
 
 
-logger = logging.getLogger("hasten.serving")
-CLIENT_IS_GONE = 499  # as nginx counts it
+class PredictEndpoint:
+    """``POST /predict`` as a plain ASGI application, with the model of a service, which starts after this was made.
+
+    Requests, responses and middleware of FastAPI took half of the 110 microseconds of a request, so that the one path
+    that must be fast goes without them.
+    """
+
+    service: Service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: Headers = dict(reversed(scope["headers"]))  # of one that comes twice, the first counts
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await _read(headers, receive, self.service.max_body)
+            began = time.perf_counter()
+            inputs = await _parse(headers, body, self.service.holder.signature, self.service.images)
+            content = _content(*await self.service.predict(inputs))
+        except TimeoutError:
+            await send_json(send, {"error": "the body did not arrive in time"}, 408, CLOSE)
+        except RequestError as error:
+            reason = error.reason.encode(errors="backslashreplace").decode()  # a name may hold half of a character
+            await send_json(send, {"error": reason}, error.status, error.headers)
+        else:
+            await send_json(send, content)
+            self.service.latency.observe(time.perf_counter() - began)
+
+
+async def send_json(
+    send: Send, content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> None:
+    """Sends a whole answer."""
+    body = orjson.dumps(content)
+    pairs = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    pairs += [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _read(headers: Headers, receive: Receive, limit: int) -> bytearray:
+    """The body; RequestError 413 as soon as it is too long."""
+    length = headers.get(b"content-length", b"")
+    if length.isdigit() and int(length) > limit:
+        raise RequestError(413, f"the body has {int(length)} bytes; at most {limit} are read")
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise RequestError(413, f"the body has more than {limit} bytes")
+        if not message.get("more_body"):
+            return body
+
+
+async def _parse(
+    headers: Headers, body: bytes | bytearray, signature: Signature, images: asyncio.Semaphore
+) -> tuple[numpy.ndarray, ...]:
+    kind = headers.get(b"content-type", b"application/json").decode("latin-1").partition(";")[0].strip().lower()
+    if kind in IMAGE_TYPES:
+        async with images:
+            return await asyncio.to_thread(parse_image, body, kind, signature)
+    if kind != "application/json":
+        known = ", ".join(["application/json", *(IMAGE_TYPES if signature.image else ())])
+        raise RequestError(415, f"the content type is {known}, not {kind[:60]}")
+    return parse_json(body, signature)
+
+
+def _content(scores: numpy.ndarray, model: ServedModel) -> dict[str, Any]:
+    """The answer: scores and, for one score a class, the index and name of the largest."""
+    if not math.isfinite(scores.sum(dtype=numpy.float64)) and not numpy.isfinite(scores).all():
+        raise RequestError(500, "the scores of the model are not finite for this input")
+    content: dict[str, Any] = {"scores": scores.tolist(), "model": model.loaded}
+    if scores.ndim == 2 and scores.shape[1] > 1:
+        indices = scores.argmax(axis=1).tolist()
+        content["indices"] = indices
+        if model.signature.classes is not None:
+            content["classes"] = [model.signature.classes[index] for index in indices]
+    return content
 
 
 class Guard:
@@ -145,7 +218,7 @@ class Guard:
             await send(message)
 
         try:
-            if self.token is not None and not _is_open(scope["path"]) and not _has_token(scope, self.token):
+            if self.token is not None and not _is_allowed(scope, self.token):
                 headers = {"WWW-Authenticate": "Bearer"}
                 answer: ASGIApp = JSONResponse({"error": "a bearer token is needed"}, 401, headers)
             else:
@@ -162,31 +235,39 @@ class Guard:
         self.app.state.service.answers.labels(str(code)).inc()
 
 
-def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Shadow | None = None) -> Guard:
+def make_app(
+    holder: ModelHolder,
+    settings: BatcherSettings,
+    max_body: int,
+    token: str | None,
+    page: str,
+    compared: Sequence[ServedModel] = (),
+) -> Guard:
     """The application that serves a model.
 
     Args:
         holder: The model.
-        options: Limits and token.
+        settings: Limits of batches, queue and deadline.
+        max_body: Largest body of a request, in bytes.
+        token: Bearer token that requests must carry.
         page: The HTML page to try it by hand.
-        shadow: A second model that gets the same requests and answers none.
+        compared: The model once more, and a second one, which gets the same requests and answers none.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = predict.service = Service(holder, options, shadow)
+        service = app.state.service = predict.service = Service(holder, settings, max_body, compared)
         holder.start()
         service.is_ready = True
         yield
         service.is_ready = False
         await asyncio.to_thread(service.batcher.close)
         holder.close()
-        if shadow is not None:
-            shadow.close()
+        if service.shadow is not None:
+            service.shadow.close()
 
-    app = FastAPI(
-        title=f"hasten: {holder.signature.task}", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    title = f"hasten: {holder.signature.task}"
+    app = FastAPI(title=title, version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
 
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
@@ -223,14 +304,13 @@ def make_app(holder: ModelHolder, options: ServerOptions, page: str, shadow: Sha
         return page
 
     app.openapi = partial(_describe, app, holder.signature)
-    return Guard(app, predict, options.token)
+    return Guard(app, predict, token)
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith("/swagger/")
-
-
-def _has_token(scope: Scope, token: str) -> bool:
+def _is_allowed(scope: Scope, token: str) -> bool:
+    """Whether a request carries the token, or asks for a page that needs none."""
+    if scope["path"] in OPEN_PATHS or scope["path"].startswith("/swagger/"):
+        return True
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, word = given.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(word.strip(), token.encode())
@@ -238,10 +318,8 @@ def _has_token(scope: Scope, token: str) -> bool:
 
 def example_inputs(signature: Signature) -> Any:
     """Inputs of one sample of zeros, as ``/predict`` takes them."""
-    values = {}
-    for spec in signature.inputs:
-        shape = [1, *(size if isinstance(size, int) else 4 for size in spec.shape[1:])]
-        values[spec.name] = numpy.zeros(shape, spec.dtype).tolist()
+    arrays = zip(signature.inputs, zero_inputs(signature), strict=True)
+    values = {spec.name: array.tolist() for spec, array in arrays}
     return values if len(values) > 1 else next(iter(values.values()))
 
 
@@ -252,13 +330,12 @@ def _describe(app: FastAPI, signature: Signature) -> dict[str, Any]:
         content: dict[str, Any] = {"application/json": json_body | {"example": {"inputs": example_inputs(signature)}}}
         if signature.image is not None:
             content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES}
+        answer = {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}
         operation = {
             "summary": "Scores of the inputs",
             "operationId": "predict_predict_post",
             "requestBody": {"required": True, "content": content},
-            "responses": {
-                "200": {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}
-            },
+            "responses": {"200": answer},
         }
         schema = FastAPI.openapi(app)
         schema["paths"] = {"/predict": {"post": operation}, **schema["paths"]}

@@ -8,12 +8,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 
+from hasten.deploy.signature import Signature
+from hasten.serving.inputs import zero_inputs
+
 CLOSED_S = 5.0  # after which a client may try again while a server stops
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches, which --tune-batching measures
+PAYS = 1.05  # ratio of the samples per second of two sizes, below which the larger one does not pay
+SECONDS = 0.15  # for each size
+MAX_WAIT_S = 0.01
 
 Arrays = tuple[numpy.ndarray, ...]  # the inputs of a request; dimension 0 is the batch
 Compute = Callable[[Arrays], numpy.ndarray]
@@ -42,11 +49,11 @@ class BatcherSettings:
     deadline: float = 10.0
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _Request:
     arrived: float
-    key: Any = field(compare=False)
-    inputs: Arrays = field(compare=False)
+    key: Any
+    inputs: Arrays
 
     def __len__(self) -> int:
         return len(self.inputs[0])
@@ -108,11 +115,10 @@ class Batcher:
         while batch := self._next_batch():
             now = time.monotonic()
             late = [request for request in batch if now - request.arrived > self.settings.deadline]
-            for_time = [request for request in batch if now - request.arrived <= self.settings.deadline]
             if late:
                 self.done([(request.key, DeadlineExceededError()) for request in late])
-            if for_time:
-                self._compute(for_time)
+            if in_time := [request for request in batch if now - request.arrived <= self.settings.deadline]:
+                self._compute(in_time)
 
     def _next_batch(self) -> list[_Request]:
         """Waits for requests of the same shapes: at most ``max_batch`` samples, or one request; [] at the end."""
@@ -153,10 +159,36 @@ class Batcher:
             if len(batch) > 1:  # one of them is wrong, such as an index that the model does not know
                 half = len(batch) // 2
                 self._compute(batch[:half])
-                self._compute(batch[half:])
-                return
+                return self._compute(batch[half:])
             answers = [(batch[0].key, error)]
         seconds, samples = time.perf_counter() - began, sum(sizes)
         self.seconds_per_sample = 0.8 * self.seconds_per_sample + 0.2 * seconds / samples
         self.done(answers)
         self.observe(samples, seconds)
+
+
+def measure_batches(compute: Callable[[Arrays], object], signature: Signature) -> dict[int, float]:
+    """Size of a batch -> median of its seconds, for batches of zeros."""
+    seconds: dict[int, float] = {}
+    for size in SIZES:
+        inputs = zero_inputs(signature, size, free=16)
+        compute(inputs)
+        times, began = list[float](), time.perf_counter()
+        while len(times) < 5 or time.perf_counter() - began < SECONDS:
+            start = time.perf_counter()
+            compute(inputs)
+            times.append(time.perf_counter() - start)
+        seconds[size] = sorted(times)[len(times) // 2]
+    return seconds
+
+
+def best_batching(seconds: dict[int, float]) -> tuple[int, float]:
+    """(max_batch, max_wait): the smallest size from which no larger one pays, and half of the seconds of its batch.
+
+    While one batch is computed the next one collects, so that a long wait helps only at the start of a burst.
+    """
+    best = next(iter(seconds))
+    for size in seconds:
+        if size / seconds[size] > PAYS * best / seconds[best]:
+            best = size
+    return best, min(MAX_WAIT_S, seconds[best] / 2)

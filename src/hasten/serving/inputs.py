@@ -68,6 +68,12 @@ def parse_image(body: bytes | bytearray, content_type: str, signature: Signature
     return (normalize(values, spec, signature.inputs[0]),)
 
 
+def zero_inputs(signature: Signature, samples: int = 1, free: int = 4) -> tuple[numpy.ndarray, ...]:
+    """Inputs of zeros; ``free`` is the size of the dimensions that may have any."""
+    shapes = ([samples, *(n if isinstance(n, int) else free for n in spec.shape[1:])] for spec in signature.inputs)
+    return tuple(numpy.zeros(shape, spec.dtype) for shape, spec in zip(shapes, signature.inputs, strict=True))
+
+
 def normalize(pixels: numpy.ndarray, spec: ImageSpec, tensor: TensorSpec) -> numpy.ndarray:
     """An input of one sample from the pixels, float32 (height, width[, channels]) from 0 to 255."""
     channels_last = pixels.reshape(spec.height, spec.width, spec.channels) / numpy.float32(255)

@@ -11,11 +11,13 @@ import numpy
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.deploy.onnx_model import MODEL, OnnxModel
 from hasten.deploy.signature import SIGNATURE, Signature, TensorSpec, read_signature
+from hasten.serving.inputs import zero_inputs
 
 POLL_S = 1.0
+Stamp = tuple[tuple[int, int] | None, ...]  # of the files of a model
 
 
-class ServedModel:
+class ServedModel(OnnxModel):
     """A model of a directory with its signature.
 
     Args:
@@ -31,33 +33,23 @@ class ServedModel:
         self.directory, self.threads = directory, threads
         self.files = _stamp(directory)
         self.signature = read_signature(directory)
-        self.model = OnnxModel(directory / MODEL, threads)
+        super().__init__(directory / MODEL, threads)
         self._check()
         self.loaded = datetime.now(UTC).isoformat(timespec="milliseconds")
 
-    def __call__(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
-        """The scores of a batch."""
-        return self.model.run(inputs)
-
     def _check(self) -> None:
         """Raises ConfigurationError if the model is not what its signature says, or cannot compute one sample."""
-        session, path = self.model.session, self.directory / MODEL
-        pairs = zip(("inputs", "outputs"), (session.get_inputs(), session.get_outputs()[:1]), strict=True)
-        for kind, found in pairs:
+        for kind, found in (("inputs", self.session.get_inputs()), ("outputs", self.session.get_outputs()[:1])):
             specs = getattr(self.signature, kind)
             if len(specs) != len(found) or not all(map(_fits, specs, found)):
                 text = "; ".join(f"{entry.name} {entry.type} {entry.shape}" for entry in found)
-                raise ConfigurationError(f"the {kind} of {path} are not those of its signature: {text:.200}")
-        arrays = [
-            numpy.zeros([1, *(size if isinstance(size, int) else 4 for size in spec.shape[1:])], spec.dtype)
-            for spec in self.signature.inputs
-        ]
+                raise ConfigurationError(f"the {kind} of {self.path} are not those of its signature: {text:.200}")
         try:
-            scores = self.model.run(arrays)
+            scores = self.run(zero_inputs(self.signature))
         except RunError as error:
             raise ConfigurationError(str(error)) from None
         if not numpy.isfinite(scores).all():
-            raise ConfigurationError(f"the scores of {path} are not finite numbers")
+            raise ConfigurationError(f"the scores of {self.path} are not finite numbers")
 
 
 def _fits(spec: TensorSpec, entry: Any) -> bool:
@@ -83,13 +75,9 @@ class ModelHolder:
     def __init__(self, model: ServedModel, report: Callable[[str], None]):
         self.model, self.report = model, report
         self.reloads = self.failures = 0
-        self.refused: tuple[tuple[int, int], ...] | None = None  # files that could not be loaded
+        self.refused: Stamp | None = None  # files that could not be loaded
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="reload", daemon=True)
-
-    def __call__(self, inputs: tuple[numpy.ndarray, ...]) -> numpy.ndarray:
-        """The scores of a batch by the current model."""
-        return self.model(inputs)
 
     @property
     def signature(self) -> Signature:
@@ -114,7 +102,7 @@ class ModelHolder:
             if is_settled and None not in files and files not in (self.model.files, self.refused):
                 self._reload(files)
 
-    def _reload(self, files: tuple[tuple[int, int] | None, ...]) -> None:
+    def _reload(self, files: Stamp) -> None:
         try:
             new = ServedModel(self.model.directory, self.model.threads)
             parts = ("inputs", "outputs", "image", "max_batch")
@@ -122,7 +110,7 @@ class ModelHolder:
                 raise ConfigurationError(f"its signature has other {' and '.join(differ)}")
         except ConfigurationError as error:
             self.failures += 1
-            self.refused = files  # type: ignore[assignment]
+            self.refused = files
             self.report(f"the newer model was not loaded, the older one still answers: {error}")
             return
         self.model, self.refused = new, None
@@ -130,7 +118,7 @@ class ModelHolder:
         self.report(f"loaded the newer model of {new.directory}")
 
 
-def _stamp(directory: Path) -> tuple[tuple[int, int] | None, ...]:
+def _stamp(directory: Path) -> Stamp:
     """(inode, time of change) of the two files; None for one that is missing."""
     stamps: list[tuple[int, int] | None] = []
     for name in (MODEL, SIGNATURE):

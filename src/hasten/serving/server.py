@@ -9,19 +9,16 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hasten.core.errors import ConfigurationError
 from hasten.deploy.onnx_model import MODEL, require
-from hasten.serving.app import MAX_BODY_BYTES, ServerOptions, example_inputs, make_app
-from hasten.serving.batcher import BatcherSettings
+from hasten.serving.app import MAX_BODY_BYTES, example_inputs, make_app
+from hasten.serving.batcher import BatcherSettings, best_batching, measure_batches
 from hasten.serving.models import ModelHolder, ServedModel
-from hasten.serving.shadow import Shadow
-from hasten.serving.tune_batching import best_batching, measure_batches
 from hasten.utils.signals import handle_signals
 
 MIN_TOKEN = 16  # characters
@@ -81,13 +78,14 @@ def serve(
     if first.signature.max_batch is not None:  # whatever was asked for
         settings = replace(settings, max_batch=min(settings.max_batch, first.signature.max_batch))
     elif tune_batching:
-        size, wait = best_batching(measure_batches(holder, holder.signature))
+        size, wait = best_batching(measure_batches(first.run, first.signature))
         settings = replace(settings, max_batch=size, max_wait=wait)
         report(f"batches of at most {size} samples, which wait at most {1000 * wait:.1f} ms")
     sockets = [_listen(host, port)]
-    address = f"http://{_url_host(host)}:{sockets[0].getsockname()[1]}"
-    shadow = Shadow(ServedModel(first.directory, 1), second) if second is not None else None
-    app = make_app(holder, ServerOptions(settings, max_body, token), make_page(holder, token is not None), shadow)
+    url_host = f"[{host}]" if ":" in host else host
+    address = f"http://{url_host}:{sockets[0].getsockname()[1]}"
+    compared = (ServedModel(first.directory, 1), second) if second is not None else ()
+    app = make_app(holder, settings, max_body, token, make_page(holder, token is not None), compared)
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -98,7 +96,12 @@ def serve(
         proxy_headers=False,
     )
     server = uvicorn.Server(config)
-    server.capture_signals = lambda: _stop_on_signals(server)  # uvicorn's own raises the signal again at the end
+
+    def stop(number: int, frame: Any) -> None:
+        server.should_exit = True
+
+    # uvicorn's own raises the signal again at the end, and drops what was accepted at a second signal
+    server.capture_signals = lambda: handle_signals((signal.SIGINT, signal.SIGTERM), stop)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()  # what was imported is not searched for garbage again: that stops all requests for tens of milliseconds
@@ -108,7 +111,8 @@ def serve(
     finally:
         gc.unfreeze()
     service = app.app.state.service
-    answers = {sample.labels["code"]: int(sample.value) for sample in _samples(service.answers)}
+    samples = [sample for family in service.answers.collect() for sample in family.samples]
+    answers = {one.labels["code"]: int(one.value) for one in samples if one.name.endswith("_total")}
     return {"address": address, "answers": answers, "reloads": holder.reloads, "settings": vars(settings)}
 
 
@@ -121,17 +125,6 @@ def make_page(holder: ModelHolder, needs_token: bool) -> str:
     return environment.get_template("page.html.j2").render(
         signature=signature.model_dump(), needs_token=needs_token, example={"inputs": example_inputs(signature)}
     )
-
-
-@contextmanager
-def _stop_on_signals(server: Any) -> Iterator[None]:
-    """Context manager: SIGINT and SIGTERM end the server; the handlers of before are restored."""
-
-    def stop(number: int, frame: Any) -> None:
-        server.should_exit = True  # a second signal does not drop what was accepted, as uvicorn's own handler does
-
-    with handle_signals((signal.SIGINT, signal.SIGTERM), stop):
-        yield
 
 
 def _directory_of(path: Path, report: Callable[[str], None]) -> Path:
@@ -191,11 +184,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --port") from None
     listener.listen(1024)
     return listener
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _samples(counter: Any) -> list[Any]:
-    return [sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")]

@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -21,23 +22,20 @@ class Shadow:
     Args:
         first: The model that answers.
         second: The model that is compared with it.
+        registry: Where its figures are read.
     """
 
-    def __init__(self, first: Compute, second: Compute):
+    def __init__(self, first: Compute, second: Compute, registry: CollectorRegistry):
         self.models = {"first": first, "second": second}
         self.waiting: queue.Queue[tuple[tuple[numpy.ndarray, ...], numpy.ndarray] | None] = queue.Queue(MAX_WAITING)
-        self.thread = threading.Thread(target=self._run, name="shadow", daemon=True)
-
-    def register(self, registry: CollectorRegistry) -> None:
-        """Creates the figures and starts."""
-        self.samples = Counter("hasten_shadow_samples", "Samples that both models computed", registry=registry)
-        self.agreed = Counter("hasten_shadow_agreed", "Samples with the same largest score", registry=registry)
-        self.dropped = Counter("hasten_shadow_dropped", "Batches that were not compared", registry=registry)
-        self.failed = Counter(
-            "hasten_shadow_failed", "Batches that the second model failed to compute", registry=registry
-        )
+        count = partial(Counter, registry=registry)
+        self.samples = count("hasten_shadow_samples", "Samples that both models computed")
+        self.agreed = count("hasten_shadow_agreed", "Samples with the same largest score")
+        self.dropped = count("hasten_shadow_dropped", "Batches that were not compared")
+        self.failed = count("hasten_shadow_failed", "Batches that the second model failed to compute")
         text = "Seconds of a batch by model, measured in turns"
         self.seconds = Histogram("hasten_shadow_seconds", text, ["model"], registry=registry, buckets=LATENCIES)
+        self.thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self.thread.start()
 
     def offer(self, inputs: tuple[numpy.ndarray, ...], scores: numpy.ndarray) -> None:
@@ -49,9 +47,8 @@ class Shadow:
 
     def close(self) -> None:
         """Ends the thread after the batches that wait."""
-        if self.thread.is_alive():
-            self.waiting.put(None)
-            self.thread.join()
+        self.waiting.put(None)
+        self.thread.join()
 
     def _run(self) -> None:
         names = ["first", "second"]

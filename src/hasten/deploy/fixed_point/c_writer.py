@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hasten.deploy.fixed_point.layers import Addition, Convolution, IntegerModel, Linear, Pooling
+from hasten.deploy.fixed_point.layers import IntegerModel, Linear
 
 NUMBERS_PER_LINE = 20
 
@@ -21,7 +21,19 @@ def write_c(model: IntegerModel, directory: Path, task: str, classes: tuple[str,
     loader = jinja.PackageLoader("hasten.deploy.fixed_point", ".")
     templates = jinja.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja.StrictUndefined)
     slots, sizes = _buffers(model)
-    layers = [_describe(model, layer, index, slots) for index, layer in enumerate(model.layers)]
+    layers = [
+        {
+            "index": index,
+            "kind": type(layer).__name__,
+            "layer": layer,
+            "sources": [model.activations[name] for name in layer.inputs],
+            "output": model.activations[layer.output],
+            "from": [slots[model.storage(name)] for name in layer.inputs],
+            "to": slots[layer.output],
+            "per_channel": int(isinstance(layer, Linear) and len(layer.requantization.multipliers) > 1),
+        }
+        for index, layer in enumerate(model.layers)
+    ]
     context = {
         "task": _comment(task),
         "classes": [_comment(name) for name in classes or ()],
@@ -30,14 +42,12 @@ def write_c(model: IntegerModel, directory: Path, task: str, classes: tuple[str,
         "layers": layers,
         "buffers": sizes,
         "numbers": _numbers,
-        "weight_bytes": sum(layer["bytes"] for layer in layers),
+        "weight_bytes": model.bytes,
         "buffer_bytes": sum(sizes),
     }
-    paths = []
-    for name in ("model.h", "model.c"):
-        path = directory / name
-        path.write_text(templates.get_template(f"{name}.j2").render(context), encoding="utf-8")
-        paths.append(path)
+    paths = [directory / "model.h", directory / "model.c"]
+    for path in paths:
+        path.write_text(templates.get_template(f"{path.name}.j2").render(context), encoding="utf-8")
     return paths
 
 
@@ -58,34 +68,9 @@ def _buffers(model: IntegerModel) -> tuple[dict[str, str], list[int]]:
                 free.remove(slot)
             sizes[slot] = max(sizes[slot], size)
             slots[layer.output], taken[layer.output] = f"buffer_{slot}", slot
-        free += [
-            taken.pop(name)
-            for name in set(map(model.storage, layer.inputs))
-            if last_use[name] == index and name in taken
-        ]
+        read = {model.storage(name) for name in layer.inputs}
+        free += [taken.pop(name) for name in read if last_use[name] == index and name in taken]
     return slots, sizes
-
-
-def _describe(model: IntegerModel, layer: Any, index: int, slots: dict[str, str]) -> dict[str, Any]:
-    """What the templates need of a layer."""
-    sources = [model.activations[name] for name in layer.inputs]
-    output = model.activations[layer.output]
-    described = {
-        "index": index,
-        "kind": type(layer).__name__,
-        "layer": layer,
-        "sources": sources,
-        "output": output,
-        "from": [slots[model.storage(name)] for name in layer.inputs],
-        "to": slots[layer.output],
-        "bytes": 0,
-    }
-    if isinstance(layer, (Linear, Convolution)):
-        count = len(layer.requantization.multipliers)
-        described["per_channel"] = int(count > 1)
-        described["bytes"] = layer.weight.size + 4 * layer.bias.size + 5 * count
-    assert isinstance(layer, (Linear, Convolution, Pooling, Addition))
-    return described
 
 
 def _comment(text: str) -> str:

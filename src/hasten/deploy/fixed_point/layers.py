@@ -60,14 +60,16 @@ class Linear(Layer):
     bias: numpy.ndarray
     requantization: Requantization
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of weights, biases, multipliers and shifts."""
+        return self.weight.nbytes + self.bias.nbytes + 5 * len(self.requantization.multipliers)
+
 
 @dataclass(frozen=True)
-class Convolution(Layer):
+class Convolution(Linear):
     """``weight``: int8 (outputs, inputs / groups, kernel height, kernel width); ``pads``: top, left, bottom, right."""
 
-    weight: numpy.ndarray
-    bias: numpy.ndarray
-    requantization: Requantization
     strides: tuple[int, int]
     pads: tuple[int, int, int, int]
     groups: int
@@ -110,6 +112,11 @@ class IntegerModel:
     def storage(self, name: str) -> str:
         """The activation that was computed, of one that may be a view of it."""
         return self.views.get(name, name)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights; 0 if no layer has any."""
+        return sum(layer.bytes for layer in self.layers if isinstance(layer, Linear))
 
     @property
     def input(self) -> Activation:

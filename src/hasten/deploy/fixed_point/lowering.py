@@ -141,49 +141,39 @@ class _Lowering:
             weight = weight * attributes.get("alpha", 1.0)
             if len(node.input) > 2:
                 bias = self._constant(node, 2).reshape(-1) * attributes.get("beta", 1.0)
-        output, clamp = self._output(node, (len(weight),))
-        integers, bias, requantization = self._weights(node, source, output, weight, bias, clamp)
-        self.layers.append(Linear((source.name,), output.name, integers, bias, requantization))
+        self.layers.append(Linear(*self._weighted(node, source, (len(weight),), weight, bias)))
 
     def _convolution(self, node: Any, attributes: dict[str, Any]) -> None:
         source, weight = self._activation(node, 0), self._constant(node, 1)
-        if weight.ndim != 4 or any(d != 1 for d in attributes.get("dilations", ())) or self._has_auto_pad(attributes):
+        if weight.ndim != 4 or not _is_plain(attributes):
             raise ConfigurationError(f"integer code has 2-d convolutions without dilation only ({node.name})")
         bias = self._constant(node, 2) if len(node.input) > 2 else numpy.zeros(len(weight))
         strides, pads = tuple(attributes.get("strides", (1, 1))), tuple(attributes.get("pads", (0, 0, 0, 0)))
         shape = (len(weight), *_sizes(source.shape[1:], weight.shape[2:], strides, pads))
-        output, clamp = self._output(node, shape)
-        integers, bias, requantization = self._weights(node, source, output, weight, bias, clamp)
-        groups = attributes.get("group", 1)
-        self.layers.append(
-            Convolution((source.name,), output.name, integers, bias, requantization, strides, pads, groups)
-        )
+        weighted = self._weighted(node, source, shape, weight, bias)
+        self.layers.append(Convolution(*weighted, strides, pads, attributes.get("group", 1)))
 
-    def _weights(
-        self,
-        node: Any,
-        source: Activation,
-        output: Activation,
-        weight: numpy.ndarray,
-        bias: numpy.ndarray,
-        clamp: tuple[int, int],
-    ) -> tuple[numpy.ndarray, numpy.ndarray, Requantization]:
+    def _weighted(
+        self, node: Any, source: Activation, shape: tuple[int, ...], weight: numpy.ndarray, bias: numpy.ndarray
+    ) -> tuple[tuple[str], str, numpy.ndarray, numpy.ndarray, Requantization]:
+        """The fields of a ``Linear``, with the clamp after it."""
+        output, clamp = self._output(node, shape)
         weight, bias = weight.astype(numpy.float64), bias.astype(numpy.float64)
         integers, scales = quantize_weight(weight, bias, source.scale, self.per_channel)
         integer_bias = quantize_bias(bias, scales * source.scale, integers, node.name)
         parts = [fixed_point(float(scale) * source.scale / output.scale) for scale in scales]
         multipliers, shifts = zip(*parts, strict=True)
-        return integers, integer_bias, Requantization(multipliers, shifts, *clamp)
+        return (source.name,), output.name, integers, integer_bias, Requantization(multipliers, shifts, *clamp)
 
     def _pooling(self, node: Any, attributes: dict[str, Any]) -> None:
         source, is_mean = self._activation(node, 0), node.op_type == "AveragePool"
         kernel, pads = tuple(attributes["kernel_shape"]), tuple(attributes.get("pads", (0, 0, 0, 0)))
         strides = tuple(attributes.get("strides", (1, 1)))
-        is_plain = len(kernel) == 2 and not attributes.get("ceil_mode") and not self._has_auto_pad(attributes)
-        if not is_plain or any(d != 1 for d in attributes.get("dilations", ())) or (is_mean and any(pads)):
+        is_plain = len(kernel) == 2 and not attributes.get("ceil_mode") and _is_plain(attributes)
+        if not is_plain or (is_mean and any(pads)):
             raise ConfigurationError(f"integer code has no {node.op_type} of this form ({node.name})")
         shape = (source.shape[0], *_sizes(source.shape[1:], kernel, strides, pads))
-        self._add_pooling(node, source, shape, Pooling((), "", is_mean, kernel, strides, pads))
+        self._add_pooling(node, source, shape, (is_mean, kernel, strides, pads))
 
     def _global_mean(self, node: Any, attributes: dict[str, Any]) -> None:
         source = self._activation(node, 0)
@@ -192,20 +182,23 @@ class _Lowering:
             raise ConfigurationError(f"integer code has means over height and width only ({node.name})")
         kernel = source.shape[1], source.shape[2]
         shape = (source.shape[0], 1, 1) if attributes.get("keepdims", 1) else (source.shape[0],)
-        self._add_pooling(node, source, shape, Pooling((), "", True, kernel, kernel, (0, 0, 0, 0)))
+        self._add_pooling(node, source, shape, (True, kernel, kernel, (0, 0, 0, 0)))
 
-    def _add_pooling(self, node: Any, source: Activation, shape: tuple[int, ...], layer: Pooling) -> None:
-        """Adds a pooling, whose output has the scale of its input."""
+    def _add_pooling(self, node: Any, source: Activation, shape: tuple[int, ...], window: tuple[Any, ...]) -> None:
+        """Adds a pooling, whose output has the scale of its input; ``window`` has the fields of ``Pooling``."""
+        self._add_unscaled(node, source, shape, "pooling")
+        self.layers.append(Pooling((source.name,), node.output[0], *window))
+
+    def _add_unscaled(self, node: Any, source: Activation, shape: tuple[int, ...], kind: str) -> None:
+        """Adds an activation whose integers are those of ``source``, so that no clamp can be fused."""
+        if self.clamp is not None:
+            raise ConfigurationError(f"integer code has no {self.clamp.op_type} after {kind} ({self.clamp.name})")
         name = node.output[0]
         self.activations[name] = Activation(name, shape, source.scale, source.zero_point)
-        shape_of_layer = layer.is_mean, layer.kernel, layer.strides, layer.pads
-        self.layers.append(Pooling((source.name,), name, *shape_of_layer))
-        if self.clamp is not None:
-            raise ConfigurationError(f"integer code has no {self.clamp.op_type} after pooling ({self.clamp.name})")
 
     def _addition(self, node: Any, attributes: dict[str, Any]) -> None:
         if any(name in self.constants for name in node.input):
-            return self._add_to_bias(node)
+            raise ConfigurationError(f"integer code adds constants only as the bias of a layer ({node.name})")
         first, second = self._activation(node, 0), self._activation(node, 1)
         if first.shape != second.shape:
             raise ConfigurationError(f"integer code adds activations of one shape only ({node.name})")
@@ -217,20 +210,15 @@ class _Lowering:
         names = (first.name, second.name)
         self.layers.append(Addition(names, output.name, (multipliers[0], multipliers[1]), ADDITION_BITS, *clamp))
 
-    def _add_to_bias(self, node: Any) -> None:
-        raise ConfigurationError(f"integer code adds constants only as the bias of a layer ({node.name})")
-
     def _flatten(self, node: Any, attributes: dict[str, Any]) -> None:
         """Another shape of the same integers: a view, no layer."""
-        source, name = self._activation(node, 0), node.output[0]
+        source = self._activation(node, 0)
         sizes = (0, -1) if node.op_type == "Flatten" else tuple(int(size) for size in self._constant(node, 1))
         if len(sizes) < 2 or attributes.get("axis", 1) != 1 or 0 in sizes[1:]:
             raise ConfigurationError(f"integer code reshapes within a sample only ({node.name})")
-        if self.clamp is not None:
-            raise ConfigurationError(f"integer code has no {self.clamp.op_type} after a reshape ({self.clamp.name})")
         shape = numpy.empty(source.shape, dtype=bool).reshape(sizes[1:]).shape
-        self.activations[name] = Activation(name, shape, source.scale, source.zero_point)
-        self.views[name] = self.views.get(source.name, source.name)
+        self._add_unscaled(node, source, shape, "a reshape")
+        self.views[node.output[0]] = self.views.get(source.name, source.name)
 
     # ── activations ──────────────────────────────────────────────────────────────────────────────
 
@@ -269,8 +257,11 @@ class _Lowering:
         except KeyError:
             raise ConfigurationError(f"integer code has no {node.op_type} of two activations ({node.name})") from None
 
-    def _has_auto_pad(self, attributes: dict[str, Any]) -> bool:
-        return attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID")
+
+def _is_plain(attributes: dict[str, Any]) -> bool:
+    """Whether a window has no dilation, and pads that the model states."""
+    has_auto_pad = attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID")
+    return not has_auto_pad and all(d == 1 for d in attributes.get("dilations", ()))
 
 
 def _sizes(

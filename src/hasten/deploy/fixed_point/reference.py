@@ -35,26 +35,22 @@ def run(model: IntegerModel, inputs: numpy.ndarray) -> numpy.ndarray:
     """The scores, int8 (N, classes), of int8 inputs (N, *shape)."""
     values = {model.input.name: inputs}
     for layer in model.layers:
-        shapes = [model.activations[name].shape for name in layer.inputs]
-        sources = [
-            values[model.storage(name)].reshape(len(inputs), *shape)
-            for name, shape in zip(layer.inputs, shapes, strict=True)
-        ]
-        points = [model.activations[name].zero_point for name in layer.inputs]
+        read = [model.activations[name] for name in layer.inputs]
+        sources = [values[model.storage(one.name)].reshape(len(inputs), *one.shape) for one in read]
         output = model.activations[layer.output]
-        computed = _compute(layer, sources, points, output.zero_point)
+        computed = _compute(layer, sources, [one.zero_point for one in read], output.zero_point)
         values[layer.output] = computed.reshape(len(inputs), *output.shape)
     return values[model.output.name]
 
 
 def _compute(layer: Layer, sources: list[numpy.ndarray], points: list[int], zero_point: int) -> numpy.ndarray:
     if isinstance(layer, Linear):
-        centered = sources[0].reshape(len(sources[0]), -1).astype(numpy.float64) - points[0]
-        sums = centered @ layer.weight.T.astype(numpy.float64) + layer.bias
-        return _requantize(sums.astype(numpy.int64), layer.requantization, zero_point, axis=1)
-    if isinstance(layer, Convolution):
-        sums = _convolve(layer, sources[0].astype(numpy.float64) - points[0])
-        return _requantize(sums.astype(numpy.int64), layer.requantization, zero_point, axis=1)
+        centered = sources[0].astype(numpy.float64) - points[0]
+        if isinstance(layer, Convolution):
+            sums = _convolve(layer, centered)
+        else:
+            sums = centered.reshape(len(centered), -1) @ layer.weight.T.astype(numpy.float64) + layer.bias
+        return _requantize(sums.astype(numpy.int64), layer.requantization, zero_point)
     if isinstance(layer, Pooling):
         return _pool(layer, sources[0])
     assert isinstance(layer, Addition)
@@ -66,10 +62,10 @@ def _compute(layer: Layer, sources: list[numpy.ndarray], points: list[int], zero
     return numpy.clip(rounded + zero_point, layer.low, layer.high).astype(numpy.int8)
 
 
-def _requantize(sums: numpy.ndarray, by: Requantization, zero_point: int, axis: int) -> numpy.ndarray:
-    shape = [-1 if dim == axis else 1 for dim in range(sums.ndim)]
-    multipliers = numpy.array(by.multipliers, dtype=numpy.int64).reshape(shape)
-    shifts = numpy.array(by.shifts, dtype=numpy.int64).reshape(shape)
+def _requantize(sums: numpy.ndarray, by: Requantization, zero_point: int) -> numpy.ndarray:
+    """The sums (N, outputs, ...) as int8 activations."""
+    shape = [-1 if dim == 1 else 1 for dim in range(sums.ndim)]
+    multipliers, shifts = (numpy.array(part, numpy.int64).reshape(shape) for part in (by.multipliers, by.shifts))
     rounded = (sums * multipliers + (numpy.int64(1) << (shifts - 1))) >> shifts
     return numpy.clip(rounded + zero_point, by.low, by.high).astype(numpy.int8)
 

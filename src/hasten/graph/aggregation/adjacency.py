@@ -1,14 +1,20 @@
 """The sparse matrix A of an aggregation, by rows (CSR): row i holds the sources of the edges that end in node i."""
 
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy
 import torch
 
+from hasten._torch_compat import in_place_version
 from hasten.core.errors import ConfigurationError
-from hasten.graph.sampling.checks import out_of_range
+from hasten.graph.sampling.checks import first_descent, out_of_range
 
+CACHE_ENTRIES = 16  # graphs, so that a full graph is sorted once per training
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -36,8 +42,7 @@ class Adjacency:
         if self.num_sources >= 2**31:
             raise ConfigurationError(f"{self.num_sources} sources are too many for 32-bit indices; partition the graph")
         object.__setattr__(self, "indptr", self.indptr.to(torch.int64).contiguous())
-        _check_pointers(self.indptr, self.indices)
-        _check_indices(self.indptr, self.indices, self.num_sources)
+        self._check()
         object.__setattr__(self, "indices", self.indices.to(torch.int32).contiguous())
         if self.weights is not None:
             _check_weights(self.weights, self.indices)
@@ -60,20 +65,68 @@ class Adjacency:
         indptr, indices, order = _sorted(edge_index, num_sources, num_targets)
         return cls(indptr, indices, num_sources, None if weights is None else weights.detach()[order])
 
+    def _check(self) -> None:
+        """Raises ConfigurationError unless these are rows in order, of sources that exist."""
+        indptr, indices = self.indptr, self.indices
+        if indptr.ndim != 1 or indices.ndim != 1 or not len(indptr) or int(indptr[0]) != 0:
+            raise ConfigurationError("indptr must have one dimension and start with 0, and indices one dimension")
+        if int(indptr[-1]) != len(indices):
+            found = f"indptr ends with {int(indptr[-1])}"
+            raise ConfigurationError(f"{found}; expected {len(indices)}, the number of indices")
+        if bool((indptr[1:] < indptr[:-1]).any()):
+            raise ConfigurationError("indptr decreases; expected the row pointers of a CSR matrix")
+        _check_range("source", indices, self.num_sources)
+        if (edge := first_descent(indices, indptr)) is not None:
+            row = int(torch.searchsorted(indptr, edge, right=True)) - 1
+            advice = "sort each row, or use Adjacency.from_edge_index"
+            raise ConfigurationError(f"the sources of row {row} are not in ascending order; {advice}")
+
     @property
     def num_rows(self) -> int:
         return len(self.indptr) - 1
-
-    @property
-    def edges_before_row(self) -> numpy.ndarray:
-        """Work of a forward pass before each row; on the CPU."""
-        return self.indptr.numpy()
 
     @cached_property
     def edges_before_source(self) -> numpy.ndarray:
         """Work of a backward pass before each source; on the CPU."""
         counts = torch.bincount(self.indices, minlength=self.num_sources)
         return numpy.concatenate([[0], counts.cumsum(0).numpy()])
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A sorted graph, and the versions of the tensors that it was made of."""
+
+    versions: list[int]
+    adjacency: Adjacency
+    references: list[weakref.ref[torch.Tensor]]  # the death of a tensor removes the entry
+
+
+class AdjacencyCache:
+    """Maps the tensors of a graph to its ``Adjacency``, as long as they live. A copied model has an empty one."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AdjacencyCache, ()
+
+    def get(
+        self, tensors: tuple[torch.Tensor | None, ...], settings: Hashable, build: Callable[[], Adjacency]
+    ) -> Adjacency:
+        """The matrix that ``build`` made of the same tensors, unchanged since, under the same settings."""
+        given = [tensor for tensor in tensors if tensor is not None]
+        if any(tensor.is_inference() for tensor in given):  # they do not count their changes
+            return build()
+        key, versions = (*map(id, tensors), settings), [in_place_version(tensor) for tensor in given]
+        entry = self._entries.get(key)
+        if entry is None or entry.versions != versions:
+            # another tensor may get the id of one that has died; and a sampled graph must not outlive its batch
+            references = [weakref.ref(tensor, lambda _: self._entries.pop(key, None)) for tensor in given]
+            self._entries[key] = entry = Entry(versions, build(), references)
+            if len(self._entries) > CACHE_ENTRIES:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        return entry.adjacency
 
 
 def _sorted(edge_index: torch.Tensor, num_sources: int, num_targets: int) -> tuple[torch.Tensor, ...]:
@@ -100,33 +153,10 @@ def _check_range(end: str, nodes: torch.Tensor, bound: int) -> None:
         raise ConfigurationError(f"{end} {wrong} of an edge is out of range: there are {bound} {end} nodes")
 
 
-def _check_pointers(indptr: torch.Tensor, indices: torch.Tensor) -> None:
-    if indptr.ndim != 1 or indices.ndim != 1 or not len(indptr) or int(indptr[0]) != 0:
-        raise ConfigurationError("indptr must have one dimension and start with 0, and indices one dimension")
-    if int(indptr[-1]) != len(indices):
-        raise ConfigurationError(f"indptr ends with {int(indptr[-1])}; expected {len(indices)}, the number of indices")
-    if bool((indptr[1:] < indptr[:-1]).any()):
-        raise ConfigurationError("indptr decreases; expected the row pointers of a CSR matrix")
-
-
-def _check_indices(indptr: torch.Tensor, indices: torch.Tensor, num_sources: int) -> None:
-    _check_range("source", indices, num_sources)
-    descends = indices[1:] < indices[:-1]
-    starts = indptr[(indptr > 0) & (indptr < len(indices))]
-    descends[starts - 1] = False  # the first edge of a row may have a smaller source than the row before
-    if bool(descends.any()):
-        edge = int(descends.nonzero()[0]) + 1
-        row = int(torch.searchsorted(indptr, edge, right=True)) - 1
-        raise ConfigurationError(
-            f"the sources of row {row} are not in ascending order; sort each row, or use Adjacency.from_edge_index"
-        )
-
-
 def _check_weights(weights: torch.Tensor, indices: torch.Tensor) -> None:
     if weights.shape != indices.shape or not weights.is_floating_point():
-        shape, dtype = tuple(weights.shape), str(weights.dtype).removeprefix("torch.")
-        raise ConfigurationError(
-            f"edge weights of shape {shape} and type {dtype}; expected one float per edge, shape {tuple(indices.shape)}"
-        )
+        given = f"shape {tuple(weights.shape)} and type {str(weights.dtype).removeprefix('torch.')}"
+        expected = f"one float per edge, shape {tuple(indices.shape)}"
+        raise ConfigurationError(f"edge weights of {given}; expected {expected}")
     if weights.requires_grad:
         raise ConfigurationError("the edge weights require a gradient, which aggregate does not compute; detach them")

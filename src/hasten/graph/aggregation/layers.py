@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch_geometric.nn import GCNConv, GINConv, SAGEConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from hasten.graph.aggregation.adjacency import Adjacency
-from hasten.graph.aggregation.adjacency_cache import AdjacencyCache
+from hasten.graph.aggregation.adjacency import Adjacency, AdjacencyCache
 from hasten.graph.aggregation.maxk import FLOATS, MaxK, aggregate, compress
 
 REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean"}
@@ -117,10 +117,9 @@ def _forward(
     elif target is not source and target is not None:
         target = mask(target)
 
-    def neighbors(adjacency: Adjacency) -> torch.Tensor:
-        return aggregate(adjacency, sparse, REDUCTIONS[str(layer.aggr)])
-
-    return UPDATES[type(layer)](layer, neighbors, masking.cache, source, target, edge_index, *args, **kwargs)
+    matrix = _normalized if isinstance(layer, GCNConv) else _plain
+    adjacency = matrix(layer, masking.cache, source, target, edge_index, *args, **kwargs)
+    return UPDATES[type(layer)](layer, aggregate(adjacency, sparse, REDUCTIONS[str(layer.aggr)]), target)
 
 
 def _obstacle(layer: Any, source: torch.Tensor, edge_index: Any, args: tuple[Any, ...], kwargs: Any) -> str:
@@ -133,7 +132,7 @@ def _obstacle(layer: Any, source: torch.Tensor, edge_index: Any, args: tuple[Any
         return f"the features are {str(source.dtype).removeprefix('torch.')} of shape {tuple(source.shape)}"
     if source.device.type not in ("cpu", "cuda"):
         return f"there is no kernel for {source.device.type}"
-    if source.device.type == "cuda" and not _has_triton():
+    if source.device.type == "cuda" and find_spec("triton") is None:
         return "Triton is not installed"
     if layer.flow != "source_to_target" or getattr(layer, "project", False) or layer.explain:
         return "the layer has flow=target_to_source, project=True or is being explained"
@@ -142,72 +141,44 @@ def _obstacle(layer: Any, source: torch.Tensor, edge_index: Any, args: tuple[Any
     return ""
 
 
-def _has_triton() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("triton") is not None
-
-
-def _sage(
-    layer: Any,
-    neighbors: Callable[[Adjacency], torch.Tensor],
-    cache: AdjacencyCache,
-    source: torch.Tensor,
-    target: torch.Tensor | None,
-    edge_index: torch.Tensor,
-    size: Any = None,
-) -> torch.Tensor:
-    out = layer.lin_l(neighbors(_plain(cache, source, target, edge_index, size)))
+def _sage(layer: Any, sums: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    out = layer.lin_l(sums)
     if layer.root_weight and target is not None:
         out = out + layer.lin_r(target)
     return torch.nn.functional.normalize(out, p=2.0, dim=-1) if layer.normalize else out
 
 
-def _gin(
-    layer: Any,
-    neighbors: Callable[[Adjacency], torch.Tensor],
-    cache: AdjacencyCache,
-    source: torch.Tensor,
-    target: torch.Tensor | None,
-    edge_index: torch.Tensor,
-    size: Any = None,
-) -> torch.Tensor:
-    out = neighbors(_plain(cache, source, target, edge_index, size))
-    return layer.nn(out if target is None else out + (1 + layer.eps) * target)
+def _gin(layer: Any, sums: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    return layer.nn(sums if target is None else sums + (1 + layer.eps) * target)
 
 
-def _gcn(
-    layer: Any,
-    neighbors: Callable[[Adjacency], torch.Tensor],
-    cache: AdjacencyCache,
-    source: torch.Tensor,
-    target: torch.Tensor | None,
-    edge_index: torch.Tensor,
-    edge_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _gcn(layer: Any, sums: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
     """Aggregation, then the linear map: A (X W) = (A X) W."""
+    out = layer.lin(sums)
+    return out if layer.bias is None else out + layer.bias
+
+
+def _normalized(
+    layer: Any, cache: AdjacencyCache, source: torch.Tensor, target: Any, edge_index: Any, edge_weight: Any = None
+) -> Adjacency:
+    """The matrix of ``edge_index`` as ``GCNConv`` weighs it, which takes weights of shape (edges, 1) and integers."""
     nodes = len(source)
 
-    def normalized() -> Adjacency:
-        edges: Any = edge_index
-        weights = None if edge_weight is None else _flat_weights(edge_weight, source.dtype)
+    def build() -> Adjacency:
+        edges, weights = edge_index, edge_weight
+        if weights is not None:
+            weights = weights.reshape(-1).to(weights.dtype if weights.is_floating_point() else source.dtype)
         if layer.normalize:
             options = layer.improved, layer.add_self_loops, layer.flow, source.dtype
             edges, weights = gcn_norm(edges, weights, nodes, *options)
         return Adjacency.from_edge_index(edges, nodes, nodes, weights)
 
     settings = nodes, layer.normalize, layer.improved, layer.add_self_loops, source.dtype
-    out = layer.lin(neighbors(cache.get((edge_index, edge_weight), settings, normalized)))
-    return out if layer.bias is None else out + layer.bias
-
-
-def _flat_weights(edge_weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One float per edge: ``GCNConv`` takes weights of shape (edges, 1) and integers, too."""
-    return edge_weight.reshape(-1).to(edge_weight.dtype if edge_weight.is_floating_point() else dtype)
+    return cache.get((edge_index, edge_weight), settings, build)
 
 
 def _plain(
-    cache: AdjacencyCache, source: torch.Tensor, target: torch.Tensor | None, edge_index: torch.Tensor, size: Any
+    layer: Any, cache: AdjacencyCache, source: torch.Tensor, target: Any, edge_index: Any, size: Any = None
 ) -> Adjacency:
     """The matrix of ``edge_index`` without weights."""
     targets = len(target) if target is not None else len(source) if size is None else size[1]

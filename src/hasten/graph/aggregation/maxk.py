@@ -152,9 +152,7 @@ def _product(values: torch.Tensor, columns: torch.Tensor, adjacency: Adjacency, 
     out = values.new_empty(adjacency.num_rows, width)
     matrix, k = _arrays(adjacency, values.dtype), values.shape[1]
     inputs = values.view(-1).numpy(), _unsigned(columns), k, out.numpy()
-    run_equal_work(
-        lambda begin, end: spgemm(*matrix, mean, *inputs, begin, end), adjacency.edges_before_row, PARTS_PER_THREAD
-    )
+    run_equal_work(lambda begin, end: spgemm(*matrix, mean, *inputs, begin, end), matrix[0], PARTS_PER_THREAD)
     return out
 
 

@@ -13,7 +13,7 @@ END: Any = object()  # the last item
 
 
 class BackgroundProducer(Generic[T]):
-    """Calls ``produce(index)`` in a thread, for index 0, 1, ... as far as permitted.
+    """Calls ``produce(index)`` in ``thread``, which the owner starts, for index 0, 1, ... as far as permitted.
 
     ``produce`` contains collectives. So whether it runs must not depend on the speed of a thread: an item that was
     permitted is always produced, and one that was not, never. An error of ``produce`` ends the thread, and is raised
@@ -34,15 +34,11 @@ class BackgroundProducer(Generic[T]):
         self._error: BaseException | None = None
         self._permit(prefetch)
         # a daemon: where the training fails, the process must end although this thread waits for another rank
-        self._thread = threading.Thread(target=self._run, name="hasten-graph-exchange", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="hasten-graph-exchange", daemon=True)
 
     @property
     def is_current_thread(self) -> bool:
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self.thread
 
     @property
     def is_fully_permitted(self) -> bool:
@@ -79,13 +75,11 @@ class BackgroundProducer(Generic[T]):
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until the thread has ended, at most ``timeout`` seconds."""
-        self._thread.join(timeout)
+        self.thread.join(timeout)
         self._raise_error()
 
     def _permit(self, number: int) -> None:
-        if self._is_stopped:
-            return
-        for _ in range(min(number, self._total - self._permitted)):
+        for _ in range(0 if self._is_stopped else min(number, self._total - self._permitted)):
             self._permits.put(PRODUCE)
             self._permitted += 1
 

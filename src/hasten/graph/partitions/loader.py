@@ -27,26 +27,18 @@ EXIT_WAIT_S = 10.0  # for exchanges that had begun when this process failed
 
 
 @dataclass(frozen=True)
-class PartitionedBatch:
-    """A batch with the attributes of PyTorch Geometric's loaders.
+class PartitionedBatch(SampledNeighborhood):
+    """A batch with the attributes of PyTorch Geometric's loaders: a sample, and the following.
 
     Attributes:
         x: features of the nodes, of shape (nodes, width).
         y: labels of the seeds, of shape (batch_size, ...).
-        edge_index: int64, of shape (2, edges): positions of sources and targets.
-        n_id: int64: ids of the nodes; the first ``batch_size`` are the seeds.
         batch_size: number of seeds.
-        num_sampled_nodes: nodes by hop, the seeds first.
-        num_sampled_edges: edges by hop.
     """
 
     x: Tensor
     y: Tensor
-    edge_index: Tensor
-    n_id: Tensor
     batch_size: int
-    num_sampled_nodes: list[int]
-    num_sampled_edges: list[int]
 
 
 class PartitionedLoader:
@@ -96,7 +88,9 @@ class PartitionedLoader:
             advice = "use uneven='keep', or a partition that balances them"
             raise ConfigurationError(f"rank {by_rank.index(0)} has no seed nodes; {advice}")
         self._producer: BackgroundProducer[PartitionedBatch] | None = None
-        _close_at_exit(self)
+        # a rank that ends its last epoch first answers the others, and its thread ends before the interpreter does
+        closing = weakref.WeakMethod(self.close_at_exit)
+        atexit.register(lambda: (close := closing()) and close())
 
     def __len__(self) -> int:
         """Batches that this rank yields in an epoch."""
@@ -125,7 +119,7 @@ class PartitionedLoader:
         self.exchange.reserve(producer)
         self.epoch += 1
         self._producer = producer
-        producer.start()
+        producer.thread.start()
         try:
             for _ in range(len(self)):
                 yield producer.get()
@@ -167,16 +161,9 @@ class PartitionedLoader:
         return [batches[index % len(batches)] for index in range(len(self))]
 
     def _make(self, seeds: Tensor, epoch: int) -> PartitionedBatch:
-        found: SampledNeighborhood = self.sampler.sample(seeds, epoch)
-        return PartitionedBatch(
-            x=self.features.rows(found.n_id),
-            y=self.labels[seeds - self.exchange.bounds[0]],
-            edge_index=found.edge_index,
-            n_id=found.n_id,
-            batch_size=len(seeds),
-            num_sampled_nodes=found.num_sampled_nodes,
-            num_sampled_edges=found.num_sampled_edges,
-        )
+        found = self.sampler.sample(seeds, epoch)
+        labels = self.labels[seeds - self.exchange.bounds[0]]
+        return PartitionedBatch(**vars(found), x=self.features.rows(found.n_id), y=labels, batch_size=len(seeds))
 
     def _check(self) -> None:
         first, end = self.exchange.bounds
@@ -196,15 +183,3 @@ class PartitionedLoader:
             raise ConfigurationError(f"the seed nodes of {rank} must be its own, {first} to {end} (exclusive)")
         if len(self.seeds.unique()) != len(self.seeds):
             raise ConfigurationError(f"a seed node of {rank} occurs twice; pass each once")
-
-
-def _close_at_exit(loader: PartitionedLoader) -> None:
-    """Lets a rank that ends its last epoch first answer the others, and its thread end before the interpreter does."""
-    reference = weakref.ref(loader)
-
-    def close() -> None:
-        living = reference()
-        if living is not None:
-            living.close_at_exit()
-
-    atexit.register(close)

@@ -1,15 +1,22 @@
 """Partitions of a graph: which rank owns which node. Nodes are renumbered, so that each part is a range of ids.
 
 METIS (Karypis and Kumar 1998) finds parts of equal size with few edges between them; contiguous ranges of the old ids
-are the fallback, and suffice where neighbors have ids near each other.
+are the fallback, and suffice where neighbors have ids near each other. A saved partition is a directory with two files:
+``partition.json`` describes it, ``partition.safetensors`` has the ids.
 """
 
+import json
+import os
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
 from zlib import crc32
 
 import numpy
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hasten.core.errors import ConfigurationError
@@ -17,6 +24,9 @@ from hasten.graph.sampling.checks import check_csc
 
 Algorithm = Literal["auto", "metis", "ranges"]
 CHECKSUM_CHUNK = 1 << 22  # ids converted to int64 at once
+DESCRIPTION, IDS = "partition.json", "partition.safetensors"
+FORMAT = 1
+FIELDS = {"num_nodes": int, "num_parts": int, "num_edges": int, "checksum": int, "algorithm": str}
 
 
 @dataclass(frozen=True)
@@ -78,15 +88,14 @@ def partition_graph(
     if algorithm not in ("auto", "metis", "ranges"):
         raise ConfigurationError(f"algorithm must be auto, metis or ranges; got {algorithm!r}")
     if algorithm == "auto":
-        algorithm = "metis" if _has_pymetis() else "ranges"
+        algorithm = "metis" if find_spec("pymetis") else "ranges"
     if algorithm == "metis" and num_parts > 1:
         parts = _metis(indptr, indices, num_parts, seed)
         old_ids = torch.argsort(parts, stable=True)
         sizes = torch.bincount(parts, minlength=num_parts)
     else:
         old_ids = torch.arange(num_nodes)
-        ends = torch.arange(num_parts + 1) * num_nodes // num_parts
-        sizes = ends.diff()
+        sizes = (torch.arange(num_parts + 1) * num_nodes // num_parts).diff()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     return GraphPartition(offsets, old_ids, len(indices), array_checksum(indptr, indices), algorithm)
 
@@ -125,20 +134,69 @@ def edge_cut(partition: GraphPartition, indptr: Tensor, indices: Tensor) -> floa
     return float(differ.double().mean()) if len(indices) else 0.0
 
 
+def save_partition(partition: GraphPartition, directory: str | Path) -> None:
+    """Writes the two files; a partition that lies there is replaced."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    description = {"format": FORMAT} | {name: getattr(partition, name) for name in FIELDS}
+    save_file({"offsets": partition.offsets, "old_ids": partition.old_ids}, directory / f"{IDS}.new")
+    (directory / f"{DESCRIPTION}.new").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+    for name in (IDS, DESCRIPTION):  # the description comes last: with it the partition is complete
+        os.replace(directory / f"{name}.new", directory / name)
+
+
+def load_partition(directory: str | Path, indptr: Tensor, indices: Tensor, num_parts: int) -> GraphPartition:
+    """Reads a partition of the graph ``indptr``, ``indices`` (with its old ids) for ``num_parts`` ranks.
+
+    Raises:
+        ConfigurationError: there is no partition, it is damaged, it is of another graph or for another number of ranks.
+    """
+    directory = Path(directory)
+    try:
+        described = json.loads((directory / DESCRIPTION).read_text(encoding="utf-8"))
+        arrays = load_file(directory / IDS)
+    except FileNotFoundError as error:
+        advice = "write one with save_partition"
+        raise ConfigurationError(f"{directory} has no {Path(error.filename or IDS).name}; {advice}") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigurationError(f"the partition in {directory} is damaged ({error}); make a new one") from None
+    _check_files(directory, described, arrays)
+    partition = GraphPartition(
+        arrays["offsets"], arrays["old_ids"], described["num_edges"], described["checksum"], described["algorithm"]
+    )
+    if partition.num_parts != num_parts:
+        advice = f"start {partition.num_parts} ranks, or make a partition for {num_parts}"
+        raise ConfigurationError(f"the partition in {directory} has {partition.num_parts} parts; {advice}")
+    check_partition(partition, indptr, indices)
+    return partition
+
+
+def _check_files(directory: Path, described: Any, arrays: dict[str, Tensor]) -> None:
+    """Raises ConfigurationError unless the two files are complete and belong together."""
+    complete = isinstance(described, dict) and all(isinstance(described.get(k), type_) for k, type_ in FIELDS.items())
+    if not complete or described.get("format") != FORMAT or arrays.keys() != {"offsets", "old_ids"}:
+        raise ConfigurationError(f"{directory} has no partition that this version of hasten reads; make a new one")
+    offsets, old_ids = arrays["offsets"], arrays["old_ids"]
+    are_ids = all(array.dtype == torch.int64 and array.ndim == 1 and len(array) for array in (offsets, old_ids))
+    belongs = are_ids and len(offsets) == described["num_parts"] + 1 and len(old_ids) == described["num_nodes"]
+    ranges = belongs and offsets[0] == 0 and offsets[-1] == len(old_ids) and bool((offsets.diff() >= 0).all())
+    if not ranges or not old_ids.sort().values.equal(torch.arange(len(old_ids))):
+        raise ConfigurationError(f"the partition in {directory} is damaged: its files do not fit; make a new one")
+
+
 def check_partition(partition: GraphPartition, indptr: Tensor, indices: Tensor) -> None:
     """Raises ConfigurationError unless the partition was made of this graph."""
     check_graph(indptr, indices)
     made_of, given = (partition.num_nodes, partition.num_edges), (len(indptr) - 1, len(indices))
+    difference = ""
     if made_of != given:
-        raise ConfigurationError(
-            f"the partition is of another graph: it has {made_of[0]} nodes and {made_of[1]} edges, this graph has "
-            f"{given[0]} and {given[1]}; make a partition of this graph with partition_graph"
-        )
-    if partition.checksum != array_checksum(indptr, indices):
-        raise ConfigurationError(
-            f"the partition is of another graph, of as many nodes ({given[0]}) and edges ({given[1]}); make a "
-            "partition of this graph with partition_graph"
-        )
+        counts = f"{made_of[0]} nodes and {made_of[1]} edges"
+        difference = f": it has {counts}, this graph has {given[0]} and {given[1]}"
+    elif partition.checksum != array_checksum(indptr, indices):
+        difference = f", of as many nodes ({given[0]}) and edges ({given[1]})"
+    if difference:
+        advice = "make a partition of this graph with partition_graph"
+        raise ConfigurationError(f"the partition is of another graph{difference}; {advice}")
 
 
 def check_graph(indptr: Tensor, indices: Tensor, num_sources: int | None = None) -> None:
@@ -162,14 +220,6 @@ def array_checksum(*arrays: Tensor) -> int:
     return checksum
 
 
-def _has_pymetis() -> bool:
-    try:
-        import pymetis  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def _metis(indptr: Tensor, indices: Tensor, num_parts: int, seed: int) -> Tensor:
     """The part of each node, int64, of shape (nodes,)."""
     try:
@@ -177,20 +227,14 @@ def _metis(indptr: Tensor, indices: Tensor, num_parts: int, seed: int) -> Tensor
     except ImportError:
         advice = "pip install 'hasten[graph]', or choose algorithm='ranges'"
         raise ConfigurationError(f"a partition by METIS requires pymetis; {advice}") from None
-    first, neighbors = _undirected(indptr.numpy(), indices.numpy())
-    graph = pymetis.CSRAdjacency(first.astype(numpy.int64), neighbors.astype(numpy.int64))
-    _, parts = pymetis.part_graph(num_parts, adjacency=graph, options=pymetis.Options(seed=seed))
-    return torch.tensor(parts, dtype=torch.int64)
-
-
-def _undirected(indptr: numpy.ndarray, indices: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Every edge in both directions, once, without self loops, as METIS requires."""
     from scipy.sparse import csr_array
 
     num_nodes = len(indptr) - 1
-    matrix = csr_array((numpy.ones(len(indices), numpy.int8), indices, indptr), shape=(num_nodes, num_nodes))
-    both = (matrix.astype(bool) + matrix.T.astype(bool)).tocoo()
+    ones = numpy.ones(len(indices), bool)
+    matrix = csr_array((ones, indices.numpy(), indptr.numpy()), shape=(num_nodes, num_nodes))
+    both = (matrix + matrix.T).tocoo()  # as METIS requires: every edge in both directions, once, without self loops
     keep = both.row != both.col
-    ones = numpy.ones(int(keep.sum()), bool)
-    clean = csr_array((ones, (both.row[keep], both.col[keep])), shape=(num_nodes, num_nodes))
-    return clean.indptr, clean.indices
+    clean = csr_array((both.data[keep], (both.row[keep], both.col[keep])), shape=both.shape)
+    graph = pymetis.CSRAdjacency(clean.indptr.astype(numpy.int64), clean.indices.astype(numpy.int64))
+    _, parts = pymetis.part_graph(num_parts, adjacency=graph, options=pymetis.Options(seed=seed))
+    return torch.tensor(parts, dtype=torch.int64)

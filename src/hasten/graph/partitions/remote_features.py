@@ -24,6 +24,7 @@ class RemoteFeatures(FeatureSource):
     """
 
     def __init__(self, local: FeatureSource, exchange: RankExchange):
+        super().__init__((int(exchange.offsets[-1]), local.width), local.dtype)
         self.local, self.exchange = local, exchange
         exchange.agree({"widths of features": local.width, "dtypes of features": str(local.dtype)}, self._check)
 
@@ -36,17 +37,6 @@ class RemoteFeatures(FeatureSource):
         result[request.own] = self.local.rows(node_ids[request.own] - first)
         result[request.order] = found
         return result
-
-    def __len__(self) -> int:
-        return int(self.exchange.offsets[-1])
-
-    @property
-    def width(self) -> int:
-        return self.local.width
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.local.dtype
 
     def _check(self) -> None:
         first, end = self.exchange.bounds

@@ -61,8 +61,8 @@ class PartitionedSampler(ABC):
     @property
     def shared_settings(self) -> dict[str, Any]:
         """What must be equal on all ranks, by name."""
-        scheme = {"samplers": type(self).__name__}
-        return scheme | {"numbers of nodes": self.num_nodes, "fanouts": self.fanouts, "seeds of the sampler": self.seed}
+        options = {"fanouts": self.fanouts, "seeds of the sampler": self.seed}
+        return {"samplers": type(self).__name__, "numbers of nodes": self.num_nodes, **options}
 
     def sample(self, seeds: Tensor, epoch: int = 0) -> SampledNeighborhood:
         """Samples around seed nodes: a function of (seed, epoch, seeds).
@@ -75,12 +75,10 @@ class PartitionedSampler(ABC):
             ConfigurationError: a seed is out of range.
         """
         check_node_ids(seeds, self.num_nodes, "seed nodes")
-        with self._tables.borrow() as tables:
-            return self._sample(Numbering(seeds.numpy(), tables[NODE]), self._key(seeds, epoch))
-
-    def _key(self, seeds: Tensor, epoch: int) -> int:
         key = kernels.key_of(numpy.uint64(self.seed % 2**64), numpy.array([epoch]))
-        return int(kernels.key_of(numpy.uint64(key), seeds.numpy()))
+        key = int(kernels.key_of(numpy.uint64(key), seeds.numpy()))
+        with self._tables.borrow() as tables:
+            return self._sample(Numbering(seeds.numpy(), tables[NODE]), key)
 
     @abstractmethod
     def _sample(self, numbering: Numbering, key: int) -> SampledNeighborhood:

@@ -10,7 +10,6 @@ from torch import Tensor
 from hasten.core.errors import ConfigurationError
 
 INTEGERS = (torch.int64, torch.int32)
-TEMPORAL_STRATEGIES = ("uniform", "last")
 
 
 def check_graph(data: Any, is_sorted: bool, backward: bool = False) -> None:
@@ -20,7 +19,9 @@ def check_graph(data: Any, is_sorted: bool, backward: bool = False) -> None:
     by target, for backward sampling by source.
     """
     for node_type in getattr(data, "node_types", ()):
-        _check_num_nodes(data, node_type)
+        if data[node_type].num_nodes is None:
+            advice = f"set data[{node_type!r}].num_nodes"
+            raise ConfigurationError(f"the number of nodes of type {node_type!r} is unknown; {advice}")
     sorted_row, end_name = (0, "source") if backward else (1, "target")
     for name, edge_index, sizes in _edge_indices(data):
         if edge_index.dtype not in INTEGERS:
@@ -54,9 +55,8 @@ def check_csc(name: str, indptr: Tensor, indices: Tensor, num_targets: int, num_
         raise ConfigurationError(f"{name}: indptr and indices must be int64; got {indptr.dtype} and {indices.dtype}")
     if indptr.shape != (num_targets + 1,) or indices.ndim != 1:
         shapes = f"got {tuple(indptr.shape)} and {tuple(indices.shape)}"
-        raise ConfigurationError(
-            f"{name}: indptr must have the shape ({num_targets + 1},), and indices one dimension; {shapes}"
-        )
+        expected = f"indptr must have the shape ({num_targets + 1},), and indices one dimension"
+        raise ConfigurationError(f"{name}: {expected}; {shapes}")
     if (int(indptr[0]), int(indptr[-1])) != (0, len(indices)) or bool((indptr.diff() < 0).any()):
         raise ConfigurationError(f"{name}: indptr must ascend from 0 to the number of edges, which is {len(indices)}")
     if (wrong := out_of_range(indices, num_sources)) is not None:
@@ -67,10 +67,7 @@ def check_times(name: str, times: Tensor, indptr: Tensor) -> None:
     """ConfigurationError unless there is one time for each edge, ascending among the edges into each node."""
     if times.shape != (int(indptr[-1]),):
         raise ConfigurationError(f"{name} has times of the shape {tuple(times.shape)} for {int(indptr[-1])} edges")
-    in_order = times[1:] >= times[:-1]
-    starts = indptr[(indptr > 0) & (indptr < len(times))].long()
-    in_order[starts - 1] = True  # the first edge into a node may be earlier than the last into the node before
-    if not bool(in_order.all()):
+    if first_descent(times, indptr) is not None:
         advice = "sort them, or leave out is_sorted=True"
         raise ConfigurationError(f"{name} has times that do not ascend among the edges into a node; {advice}")
 
@@ -79,9 +76,8 @@ def check_fanouts(fanouts: Any, name: str = "num_neighbors") -> None:
     """ConfigurationError unless these are numbers of neighbors: integers from -1 (all), one for each hop."""
     is_list = isinstance(fanouts, Sequence) and not isinstance(fanouts, str)
     if not is_list or any(not isinstance(n, Integral) or isinstance(n, bool) or n < -1 for n in fanouts):
-        raise ConfigurationError(
-            f"{name} must be a list of integers from -1 (all), one for each hop; got {fanouts!r:.80}"
-        )
+        expected = "a list of integers from -1 (all), one for each hop"
+        raise ConfigurationError(f"{name} must be {expected}; got {fanouts!r:.80}")
 
 
 def check_seed(seed: Any) -> None:
@@ -90,18 +86,20 @@ def check_seed(seed: Any) -> None:
         raise ConfigurationError(f"seed must be an integer; got {seed!r:.80}")
 
 
-def check_temporal_strategy(strategy: str) -> None:
-    """ConfigurationError if the strategy is unknown."""
-    if strategy not in TEMPORAL_STRATEGIES:
-        raise ConfigurationError(f"temporal_strategy must be uniform or last, not {strategy!r}")
-
-
 def check_seeds(nodes: Tensor, size: int, node_type: str = "") -> None:
     """ConfigurationError if a seed is no integer or no node of the graph."""
     if nodes.is_floating_point() or nodes.is_complex() or nodes.dtype == torch.bool:
         raise ConfigurationError(f"seed nodes must be integers, not {nodes.dtype}")
     if (wrong := out_of_range(nodes, size)) is not None:
         raise ConfigurationError(f"seed node {wrong} does not exist; {node_type or 'node'}s are 0 to {size - 1}")
+
+
+def first_descent(values: Tensor, indptr: Tensor) -> int | None:
+    """The first position whose value is smaller than the one before in its row; None if every row ascends."""
+    descends = ~(values[1:] >= values[:-1])
+    starts = indptr[(indptr > 0) & (indptr < len(values))].long()
+    descends[starts - 1] = False  # the first value of a row may be smaller than the last of the row before
+    return int(descends.nonzero()[0]) + 1 if bool(descends.any()) else None
 
 
 def out_of_range(ids: Tensor, size: int) -> int | None:
@@ -118,27 +116,17 @@ def _edge_indices(data: Any) -> Iterator[tuple[str, Tensor, tuple[int, int]]]:
         if not isinstance(store.get("edge_index"), Tensor):
             continue
         edge_type = store._key
-        if edge_type is None:
-            yield "edge_index", store["edge_index"].as_subclass(Tensor), (data.num_nodes, data.num_nodes)
-        else:
-            sizes = data[edge_type[0]].num_nodes, data[edge_type[-1]].num_nodes
-            yield f"edge_index of {edge_type}", store["edge_index"].as_subclass(Tensor), sizes
+        ends = (data, data) if edge_type is None else (data[edge_type[0]], data[edge_type[-1]])
+        name = "edge_index" if edge_type is None else f"edge_index of {edge_type}"
+        yield name, store["edge_index"].as_subclass(Tensor), (ends[0].num_nodes, ends[1].num_nodes)
 
 
 def _check_weights(name: str, weights: Tensor, num_edges: int) -> None:
     """ConfigurationError unless there is one weight from 0 up for each edge, with a finite sum."""
     if weights.shape != (num_edges,):
-        raise ConfigurationError(
-            f"{name} has the shape {tuple(weights.shape)}; expected a weight for each edge, ({num_edges},)"
-        )
+        expected = f"expected a weight for each edge, ({num_edges},)"
+        raise ConfigurationError(f"{name} has the shape {tuple(weights.shape)}; {expected}")
     if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
         raise ConfigurationError(f"{name} has weights that are negative or not finite")
     if not bool(torch.isfinite(weights.double().sum())):
         raise ConfigurationError(f"{name} has weights with an infinite sum; divide them by their maximum")
-
-
-def _check_num_nodes(data: Any, node_type: str) -> None:
-    if data[node_type].num_nodes is None:
-        raise ConfigurationError(
-            f"the number of nodes of type {node_type!r} is unknown; set data[{node_type!r}].num_nodes"
-        )

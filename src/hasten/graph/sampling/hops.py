@@ -116,9 +116,7 @@ def sample(
             sources, col, edges = buffers[edge_type].add_hop(draws.total)
             base = sum(len(nodes) for nodes in targets.by_hop[:hop])
             _draw(matrix, draws, targets.streams(hop), hop_key(key, hop, position), options.threads, sources, edges)
-            run_equal_ranges(
-                _call(kernels.repeat_positions, (draws.offsets, base), (col,)), len(draws), options.threads
-            )
+            draws.run(options.threads, kernels.repeat_positions, (draws.offsets, base), (col,))
             numberings[edge_type[0]].number(sources, None if batch is None else batch[col - base])
         for numbering in numberings.values():
             numbering.end_hop()
@@ -162,12 +160,13 @@ class _Draws:
     replace: bool
     is_weighted: bool
 
-    def __len__(self) -> int:
-        return len(self.first)
-
     @property
     def total(self) -> int:
         return int(self.offsets[-1])
+
+    def run(self, threads: int, kernel: Callable, inputs: tuple, outputs: tuple) -> None:
+        """Calls a kernel for all nodes, in threads."""
+        run_equal_ranges(lambda begin, end: kernel(*inputs, begin, end, *outputs), len(self.first), threads)
 
 
 def _limit(matrix: EdgeMatrix, nodes: Ids, fanout: int, limits: NDArray | None, options: DrawOptions) -> _Draws:
@@ -196,13 +195,9 @@ def _limit(matrix: EdgeMatrix, nodes: Ids, fanout: int, limits: NDArray | None, 
 
 def _draw(matrix: EdgeMatrix, draws: _Draws, streams: Ids, key: int, threads: int, sources: Ids, edges: Ids) -> None:
     """Writes the sources of the edges and their positions in the matrix."""
-    drawn = (streams, draws.first, draws.last, draws.replace, numpy.uint64(key))
-    outputs = (draws.offsets, edges, sources)
-    if draws.is_weighted:
-        pick = _call(kernels.pick_weighted, (matrix.indices, matrix.weights, *drawn), outputs)
-    else:
-        pick = _call(kernels.pick, (matrix.indices, *drawn), outputs)
-    run_equal_ranges(pick, len(draws), threads)
+    pick, weights = (kernels.pick_weighted, (matrix.weights,)) if draws.is_weighted else (kernels.pick, ())
+    inputs = (matrix.indices, *weights, streams, draws.first, draws.last, draws.replace, numpy.uint64(key))
+    draws.run(threads, pick, inputs, (draws.offsets, edges, sources))
 
 
 def induce(
@@ -218,10 +213,6 @@ def induce(
         col = numpy.repeat(numpy.arange(len(targets)), counts)
         found[edge_type] = SampledEdges(row[inside], col[inside], edges[inside], [])
     return found
-
-
-def _call(kernel: Callable, inputs: tuple, outputs: tuple) -> Callable[[int, int], object]:
-    return lambda begin, end: kernel(*inputs, begin, end, *outputs)
 
 
 def hop_key(key: int, hop: int, position: int) -> int:

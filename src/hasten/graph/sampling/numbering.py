@@ -95,12 +95,8 @@ class Numbering:
         """The numbers of ``nodes``; -1 for a node that has none."""
         return numpy.maximum(self._table.entries[nodes].astype(numpy.int64) - self._table.start, -1)
 
-    def batch(self) -> Ids | None:
-        """The seed that each node belongs to, by number; None, since nodes belong to all seeds."""
-        return None
-
     def batch_of_hop(self, hop: int) -> Ids | None:
-        """As ``batch``, for the nodes of one hop."""
+        """The seed that each node of a hop belongs to; None, since nodes belong to all seeds."""
         return None
 
     def streams(self, hop: int) -> Ids:
@@ -141,10 +137,8 @@ class DisjointNumbering(Numbering):
     def nodes(self) -> Ids:
         return self._ids[: self.size] % self.num_nodes
 
-    def find(self, nodes: Ids) -> Ids:
-        raise NotImplementedError("a node has a number for each seed")
-
     def batch(self) -> Ids:
+        """The seed that each node belongs to, by number."""
         return self._ids[: self.size] // self.num_nodes
 
     def batch_of_hop(self, hop: int) -> Ids:

@@ -70,7 +70,8 @@ class NeighborSampler(pyg.NeighborSampler):
         chosen = given.arguments
         checks.check_graph(data, chosen["is_sorted"], chosen["sample_direction"] == "backward")
         checks.check_attributes(data, chosen["time_attr"], chosen["weight_attr"])
-        checks.check_temporal_strategy(chosen["temporal_strategy"])
+        if chosen["temporal_strategy"] not in ("uniform", "last"):
+            raise ConfigurationError(f"temporal_strategy must be uniform or last, not {chosen['temporal_strategy']!r}")
         try:
             with _as_with_pyg_lib():
                 super().__init__(data, num_neighbors, *args, **options)
@@ -79,9 +80,8 @@ class NeighborSampler(pyg.NeighborSampler):
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ConfigurationError("subgraph_type='induced' cannot be combined with disjoint samples")
         if self.is_hetero and self.edge_weight is not None and self.sample_direction == "backward":
-            raise ConfigurationError(
-                "weights cannot be combined with sample_direction='backward' for several edge types"
-            )
+            options = "weights cannot be combined with sample_direction='backward'"
+            raise ConfigurationError(f"{options} for several edge types")
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else int(seed)
         self.num_threads = num_threads
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that live on see a new epoch
@@ -135,9 +135,9 @@ class NeighborSampler(pyg.NeighborSampler):
 
     def _key(self, seeds: Mapping[str, Ids]) -> int:
         """What the sample is a function of, as a 64-bit hash."""
-        key = kernels.key_of(numpy.uint64(self.seed % 2**64), self._epoch.numpy())
-        for nodes in seeds.values():
-            key = kernels.key_of(numpy.uint64(key), nodes)
+        key = numpy.uint64(self.seed % 2**64)
+        for numbers in (self._epoch.numpy(), *seeds.values()):
+            key = kernels.key_of(numpy.uint64(key), numbers)
         return int(key)
 
     def _checked(self, node_type: str, nodes: Tensor) -> Ids:
@@ -157,7 +157,7 @@ class NeighborSampler(pyg.NeighborSampler):
             return
         sizes, first_seed = self._sizes(), 0
         disjoint: dict[str, Numbering] = {}
-        for node_type in [*seeds, *(node_type for node_type in sizes if node_type not in seeds)]:
+        for node_type in dict.fromkeys([*seeds, *sizes]):
             own = seeds.get(node_type, none)
             disjoint[node_type] = DisjointNumbering(own, sizes[node_type], first_seed)
             first_seed += len(own)
@@ -227,8 +227,8 @@ class NeighborSampler(pyg.NeighborSampler):
         else:
             self.row_dict[name] = sources
         values = _of(self.edge_weight, name), *self._times(edge_type, name)
-        weights, times, node_times = (None if tensor is None else _array(tensor) for tensor in values)
-        return EdgeMatrix(indptr.to(torch.int64).numpy(), sources.numpy(), weights, times, node_times)
+        arrays = (None if tensor is None else _array(tensor) for tensor in values)
+        return EdgeMatrix(indptr.to(torch.int64).numpy(), sources.numpy(), *arrays)
 
     def _csc(self, name: str | None) -> tuple[Tensor, Tensor]:
         """Column pointers and sources of the edges of one type."""
@@ -248,18 +248,18 @@ class NeighborSampler(pyg.NeighborSampler):
             edge_type: self.to_restored_edge_type[edge_type] if backward and self.is_hetero else edge_type
             for edge_type in found
         }
-        row = {names[edge_type]: torch.from_numpy(edges.row) for edge_type, edges in found.items()}
-        col = {names[edge_type]: torch.from_numpy(edges.col) for edge_type, edges in found.items()}
+        row, col, edge = (
+            {names[edge_type]: torch.from_numpy(getattr(edges, part)) for edge_type, edges in found.items()}
+            for part in ("row", "col", "edges")
+        )
         by_hop: Any = {names[edge_type]: edges.by_hop for edge_type, edges in found.items()}
-        batch: Any = {node_type: numbering.batch() for node_type, numbering in numberings.items()}
+        batch = {kind: one.batch() for kind, one in numberings.items() if isinstance(one, DisjointNumbering)}
         return pyg.HeteroSamplerOutput(
             node={node_type: torch.from_numpy(numbering.nodes()) for node_type, numbering in numberings.items()},
             row=col if backward else row,
             col=row if backward else col,
-            edge={names[edge_type]: torch.from_numpy(edges.edges) for edge_type, edges in found.items()},
-            batch={key: torch.from_numpy(ids) for key, ids in batch.items() if ids is not None}
-            if self.disjoint
-            else None,
+            edge=edge,
+            batch={kind: torch.from_numpy(ids) for kind, ids in batch.items()} or None,
             num_sampled_nodes={node_type: [len(nodes) for nodes in n.by_hop] for node_type, n in numberings.items()},
             num_sampled_edges=None if self.subgraph_type == SubgraphType.induced else by_hop,
         )
@@ -298,12 +298,11 @@ def _homogeneous(output: pyg.HeteroSamplerOutput) -> pyg.SamplerOutput:
 def _as_with_pyg_lib() -> Iterator[None]:
     """Lets PyTorch Geometric's constructor accept weights and times, which without pyg-lib it refuses."""
     names = ("WITH_PYG_LIB", "WITH_EDGE_TIME_NEIGHBOR_SAMPLE", "WITH_WEIGHTED_NEIGHBOR_SAMPLE")
+    flags = vars(torch_geometric.typing)
     with _flags_lock:
-        before = {name: getattr(torch_geometric.typing, name) for name in names}
+        before = {name: flags[name] for name in names}
+        flags.update(dict.fromkeys(names, True))
         try:
-            for name in names:
-                setattr(torch_geometric.typing, name, True)
             yield
         finally:
-            for name, flag in before.items():
-                setattr(torch_geometric.typing, name, flag)
+            flags.update(before)
