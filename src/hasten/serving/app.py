@@ -70,7 +70,7 @@ class Service:
             Gauge(name, text, registry=self.registry).set_function(value)
         self.computed_by = holder.model  # the last batch; of the inference thread
         self.images = asyncio.Semaphore(IMAGES_AT_ONCE)
-        self.shadow = Shadow(*(model.run for model in compared), self.registry) if compared else None
+        self.shadow = Shadow(compared[0].run, compared[1].run, self.registry) if compared else None
         self.loop = asyncio.get_running_loop()
         self.batcher = Batcher(self._compute, self._done, settings, self._observe)
 

@@ -165,7 +165,8 @@ def _normalized(
     nodes = len(source)
 
     def build() -> Adjacency:
-        edges, weights = edge_index, edge_weight
+        edges: Any = edge_index
+        weights: Any = edge_weight
         if weights is not None:
             weights = weights.reshape(-1).to(weights.dtype if weights.is_floating_point() else source.dtype)
         if layer.normalize:

@@ -234,7 +234,7 @@ def _metis(indptr: Tensor, indices: Tensor, num_parts: int, seed: int) -> Tensor
     matrix = csr_array((ones, indices.numpy(), indptr.numpy()), shape=(num_nodes, num_nodes))
     both = (matrix + matrix.T).tocoo()  # as METIS requires: every edge in both directions, once, without self loops
     keep = both.row != both.col
-    clean = csr_array((both.data[keep], (both.row[keep], both.col[keep])), shape=both.shape)
+    clean: Any = csr_array((both.data[keep], (both.row[keep], both.col[keep])), shape=both.shape)
     graph = pymetis.CSRAdjacency(clean.indptr.astype(numpy.int64), clean.indices.astype(numpy.int64))
     _, parts = pymetis.part_graph(num_parts, adjacency=graph, options=pymetis.Options(seed=seed))
     return torch.tensor(parts, dtype=torch.int64)

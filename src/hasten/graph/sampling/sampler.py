@@ -80,8 +80,8 @@ class NeighborSampler(pyg.NeighborSampler):
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ConfigurationError("subgraph_type='induced' cannot be combined with disjoint samples")
         if self.is_hetero and self.edge_weight is not None and self.sample_direction == "backward":
-            options = "weights cannot be combined with sample_direction='backward'"
-            raise ConfigurationError(f"{options} for several edge types")
+            combination = "weights cannot be combined with sample_direction='backward'"
+            raise ConfigurationError(f"{combination} for several edge types")
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else int(seed)
         self.num_threads = num_threads
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # workers that live on see a new epoch
@@ -248,10 +248,11 @@ class NeighborSampler(pyg.NeighborSampler):
             edge_type: self.to_restored_edge_type[edge_type] if backward and self.is_hetero else edge_type
             for edge_type in found
         }
-        row, col, edge = (
+        parts: Any = (
             {names[edge_type]: torch.from_numpy(getattr(edges, part)) for edge_type, edges in found.items()}
             for part in ("row", "col", "edges")
         )
+        row, col, edge = parts
         by_hop: Any = {names[edge_type]: edges.by_hop for edge_type, edges in found.items()}
         batch = {kind: one.batch() for kind, one in numberings.items() if isinstance(one, DisjointNumbering)}
         return pyg.HeteroSamplerOutput(
@@ -298,7 +299,7 @@ def _homogeneous(output: pyg.HeteroSamplerOutput) -> pyg.SamplerOutput:
 def _as_with_pyg_lib() -> Iterator[None]:
     """Lets PyTorch Geometric's constructor accept weights and times, which without pyg-lib it refuses."""
     names = ("WITH_PYG_LIB", "WITH_EDGE_TIME_NEIGHBOR_SAMPLE", "WITH_WEIGHTED_NEIGHBOR_SAMPLE")
-    flags = vars(torch_geometric.typing)
+    flags: dict[str, Any] = torch_geometric.typing.__dict__
     with _flags_lock:
         before = {name: flags[name] for name in names}
         flags.update(dict.fromkeys(names, True))
