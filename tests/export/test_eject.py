@@ -252,6 +252,26 @@ class EveryOther(Method):
                 yield batch
 
 
+
+def full_graph():
+    from torch_geometric.data import Data
+    from torch_geometric.nn import GCN
+
+    from hasten.graph.full_graph import FullGraph
+
+    x, edges = torch.randn(40, 4), torch.randint(40, (2, 160))
+    data = Data(x=x, y=(x[:, 0] > 0).long(), edge_index=edges)
+    return Task(
+        model=lambda: GCN(4, 8, num_layers=2, out_channels=2),
+        train_data=FullGraph(data, torch.arange(20)),
+        validation_data=FullGraph(data, torch.arange(20, 40)),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        metric="accuracy",
+        epochs=3,
+    )
+
+
 if __name__ == "__main__":
     raise SystemExit("must not run in the script")
 '''
@@ -284,6 +304,7 @@ CASES = [
     ("plain", ["FILE:EveryOther"]),
     ("often_evaluated", ["FILE:InHalves"]),
     ("drawn", []),
+    ("full_graph", ["ema:decay=0.9"]),
     ("piped", []),
     ("piped", ["ema:decay=0.9", "gradient_accumulation:accumulation_steps=2", "batch_size:factor=2"]),
     ("piped_later", []),

@@ -22,6 +22,7 @@ from hasten.core.method import HOOKS, Method, hooks_of
 from hasten.core.task import Task
 from hasten.engine import data_adapters, metrics
 from hasten.engine.plan import Program
+from hasten.utils.batch import is_graph
 from hasten.utils.optimizers import OptimizerList, takes_steps
 
 _TEMPLATE = "script.py.j2"
@@ -59,6 +60,7 @@ def generate_script(
         plan_arguments=_plan_arguments(program),
         makes_data=makes_data,
         kind_of_data=_kind_of_data,
+        reads_graphs=_reads_graphs(program),
         validation_batch_size=data_adapters.initial_plan(loaded).batch_size,
         methods=[_method(method, variables[id(method)]) for method in methods],
         users=lambda hook: [variables[id(method)] for method in users_of(hook)],
@@ -88,6 +90,13 @@ def _kind_of_data(data: Any) -> str:
         return "batches"
     by_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     return "by index" if by_index and not isinstance(data, (DataLoader, IterableDataset)) else "other"
+
+
+def _reads_graphs(program: Program) -> bool:
+    """Whether a batch is a graph of PyTorch Geometric, which only data with batches of their own give."""
+    if not (data_adapters.is_prebatched(program.task.train_data) and program.train.seekable):
+        return False
+    return is_graph(data_adapters.first_batch(program.train, program.validation))
 
 
 def _returns_source(method: Method) -> bool:
