@@ -48,9 +48,13 @@ def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None
 
     Returns:
         The names of the altered layers.
+
+    Raises:
+        ConfigurationError: k is no integer from 1 up.
     """
+    mask = MaxK(k)
     layers = maxk_layers(model, k)
-    masking = Masking(MaxK(k), Counter() if calls is None else calls, AdjacencyCache())
+    masking = Masking(mask, Counter() if calls is None else calls, AdjacencyCache())
     altered: list[Any] = [layer for layer in model.modules() if hasattr(layer, "hasten_maxk")]  # by an earlier call
     for layer in layers.values():
         if layer not in altered:

@@ -80,10 +80,13 @@ def check_fanouts(fanouts: Any, name: str = "num_neighbors") -> None:
         raise ConfigurationError(f"{name} must be {expected}; got {fanouts!r:.80}")
 
 
-def check_seed(seed: Any) -> None:
-    """ConfigurationError unless the seed of random numbers is an integer."""
-    if not isinstance(seed, Integral) or isinstance(seed, bool):
-        raise ConfigurationError(f"seed must be an integer; got {seed!r:.80}")
+def check_integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """The value as an int. ConfigurationError unless it is an integer from ``low`` to ``high``, both inclusive."""
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's integers are Integral, too
+    if is_integer and (low is None or value >= low) and (high is None or value <= high):
+        return int(value)
+    bounds = "" if low is None else f" from {low} up" if high is None else f" from {low} to {high}"
+    raise ConfigurationError(f"{name} must be an integer{bounds}; got {value!r:.80}")
 
 
 def check_seeds(nodes: Tensor, size: int, node_type: str = "") -> None:

@@ -64,7 +64,7 @@ class NeighborSampler(pyg.NeighborSampler):
         **options: Any,
     ):
         if seed is not None:
-            checks.check_seed(seed)
+            checks.check_integer("seed", seed)
         given = inspect.signature(super().__init__).bind(data, num_neighbors, *args, **options)
         given.apply_defaults()
         chosen = given.arguments
