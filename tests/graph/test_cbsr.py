@@ -97,6 +97,13 @@ def test_damaged_edge_index_is_refused(edges, why):
         Adjacency.from_edge_index(edges, 3, 2)
 
 
+@pytest.mark.parametrize("number", [200.0, -1, 2**33, "a", None])
+@pytest.mark.parametrize("name", ["num_sources", "num_targets"])
+def test_number_of_nodes_that_is_no_32_bit_integer_is_refused(name, number):
+    with pytest.raises(ConfigurationError, match=f"{name} must be an integer from 0 to 2147483647; got {number!r}"):
+        Adjacency.from_edge_index(torch.tensor([[0], [0]]), **{"num_sources": 3, "num_targets": 3, name: number})
+
+
 def test_unfit_edge_weights_are_refused():
     edges = torch.tensor([[0, 1], [0, 1]])
     with pytest.raises(ConfigurationError, match="one float per edge"):
