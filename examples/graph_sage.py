@@ -2,7 +2,8 @@
 
 Everything but ``Task`` and the sampler is PyTorch Geometric as in its own examples. hasten's ``NeighborSampler`` needs
 neither pyg-lib nor torch-sparse, and returns the same sample for the same seed, epoch and batch. Requires
-``pip install 'hasten[graph]'``. About 20 seconds on a CPU::
+``pip install 'hasten[graph]'``. Downloads the graph, unless the directory that the environment variable HASTEN_DATA
+names has it. One to two minutes on two slow CPU cores::
 
     python examples/graph_sage.py
 """
@@ -46,5 +47,8 @@ def task() -> Task:
 
 
 if __name__ == "__main__":
-    result = hasten.train(task)
+    try:
+        result = hasten.train(task)
+    except hasten.RunError as error:  # such as a failed download
+        raise SystemExit(str(error)) from None
     print(f"accuracy {result['best_metric']:.3f} after {result['steps']} steps in {result['seconds']:.1f} s")

@@ -5,6 +5,7 @@ import torch
 
 from hasten import ConfigurationError
 from hasten.graph import CBSR, Adjacency, compress
+from hasten.graph.aggregation import cbsr
 
 
 def test_compress_matrix_restores_largest_values():
@@ -28,11 +29,20 @@ def test_columns_take_the_smallest_type(width, dtype):
         (torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.uint8), "shape"),
         (torch.zeros(3, 9), torch.zeros(3, 9, dtype=torch.uint8), "at most the width 8"),
         (torch.zeros(3, 2), torch.zeros(3, 2), "expected torch.uint8"),
+        (torch.zeros(3, 2), torch.full((3, 2), 99, dtype=torch.uint8), "column 99 is out of range: the matrix has 8"),
+        (torch.zeros(1, 2), torch.tensor([[0, 8]], dtype=torch.uint8), "column 8 is out of range"),
+        (torch.zeros(2, 2), torch.tensor([[0, 1], [1, 1]], dtype=torch.uint8), "columns of row 1 do not ascend"),
+        (torch.zeros(2, 2), torch.tensor([[0, 1], [7, 0]], dtype=torch.uint8), "columns of row 1 do not ascend"),
     ],
 )
 def test_cbsr_of_unequal_parts_is_refused(values, columns, why):
     with pytest.raises(ConfigurationError, match=why):
         CBSR(values, columns, 8)
+
+
+def test_compress_does_not_check_columns_that_are_right_by_construction(monkeypatch):
+    monkeypatch.delattr(cbsr, "out_of_range")
+    assert compress(torch.zeros(2, 3), 2).columns.tolist() == [[0, 1]] * 2
 
 
 def test_from_edge_index_sorts_edges_and_weights():
@@ -85,6 +95,13 @@ def test_first_source_of_a_row_may_be_smaller_than_the_row_before():
 def test_damaged_edge_index_is_refused(edges, why):
     with pytest.raises(ConfigurationError, match=why):
         Adjacency.from_edge_index(edges, 3, 2)
+
+
+@pytest.mark.parametrize("number", [200.0, -1, 2**33, "a", None])
+@pytest.mark.parametrize("name", ["num_sources", "num_targets"])
+def test_number_of_nodes_that_is_no_32_bit_integer_is_refused(name, number):
+    with pytest.raises(ConfigurationError, match=f"{name} must be an integer from 0 to 2147483647; got {number!r}"):
+        Adjacency.from_edge_index(torch.tensor([[0], [0]]), **{"num_sources": 3, "num_targets": 3, name: number})
 
 
 def test_unfit_edge_weights_are_refused():

@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch_geometric.nn import GCN, GCNConv, GINConv, GraphSAGE, SAGEConv
@@ -63,15 +64,27 @@ def test_maxk_gradient_passes_to_the_values_that_stay():
     assert x.grad is not None and (x.grad != 0).sum(1).tolist() == [5] * 8
 
 
-@pytest.mark.parametrize("k", [0, -1, 21, 2.0, True])
+@pytest.mark.parametrize("k", [0, -1, 21, 2.0, True, "a", None])
 def test_k_out_of_range_is_refused(k):
     with pytest.raises(ConfigurationError, match="must be an integer from 1 to 20"):
         maxk(torch.zeros(3, 20), k)
 
 
-def test_integers_are_refused():
-    with pytest.raises(ConfigurationError, match="MaxK expects floats"):
-        maxk(torch.zeros(3, 20, dtype=torch.int64), 2)
+@pytest.mark.parametrize("k", [0, -1, 1.5, True, "a", None])
+@pytest.mark.parametrize("make", [MaxK, lambda k: apply_maxk(GraphSAGE(8, 8, 2), k)])
+def test_k_of_a_layer_that_is_no_number_of_values_is_refused(make, k):
+    with pytest.raises(ConfigurationError, match=f"k of MaxK must be an integer from 1 up; got {k!r}"):
+        make(k)
+
+
+def test_k_of_numpy_is_an_integer():
+    assert maxk(torch.ones(1, 4), numpy.int64(3)).sum() == MaxK(numpy.int64(3))(torch.ones(1, 4)).sum() == 3
+
+
+@pytest.mark.parametrize("x", [torch.zeros(3, 20, dtype=torch.int64), torch.zeros(3), torch.zeros(3, 0)])
+def test_x_that_is_no_matrix_of_floats_is_refused(x):
+    with pytest.raises(ConfigurationError, match=r"MaxK expects floats of shape \(n, d\) with d at least 1"):
+        maxk(x, 2)
 
 
 def test_module_passes_narrow_rows_unchanged():
@@ -129,6 +142,9 @@ def test_aggregation_of_unfit_parts_is_refused():
     adjacency = Adjacency.from_edge_index(edges(), SOURCES, TARGETS)
     with pytest.raises(ConfigurationError, match="3 rows of values for 50 sources"):
         aggregate(adjacency, compress(torch.zeros(3, 9), 2))
+    for parts in ((adjacency, torch.zeros(SOURCES, 9)), (edges(), compress(torch.zeros(SOURCES, 9), 2))):
+        with pytest.raises(ConfigurationError, match="aggregate expects an Adjacency and a CBSR, from compress"):
+            aggregate(*parts)
     with pytest.raises(ConfigurationError, match="expected 'sum' or 'mean'"):
         aggregate(adjacency, compress(torch.zeros(SOURCES, 9), 2), "max")
     with pytest.raises(ConfigurationError, match="expected float32 or float64"):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 import threading
 import warnings
 
@@ -16,7 +15,6 @@ from torch_geometric.nn import GraphSAGE
 from hasten import ConfigurationError
 from hasten.graph import NeighborSampler, threads
 from hasten.graph.sampling import checks
-from hasten.graph.sampling.checks import check_csc
 from helpers.graphs import assert_edges_are_those_of, random_graph, typed_graph
 
 
@@ -206,18 +204,6 @@ def test_sampler_with_times_draws_no_later_node(strategy):
             assert torch.equal(batch.time[batch.edge_index[0, seed]].sort().values, earlier[-2:])
 
 
-@pytest.mark.parametrize("attribute", ["time", "when"])
-def test_sampler_times_that_do_not_ascend_among_the_edges_of_a_node_are_refused(attribute):
-    graph = Data(edge_index=torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 1, 2]]), num_nodes=3)
-    order = {"time": torch.tensor([1, 0, 2]), "when": torch.tensor([1, 2, 5, 4, 0])}
-    graph[attribute] = order[attribute]
-    options = {"time_attr": attribute, "is_sorted": True}
-    with pytest.raises(ConfigurationError, match="times that do not ascend among the edges into a node; sort them"):
-        NeighborSampler(graph, [2], **options)
-    graph[attribute] = {"time": torch.tensor([0, 1, 0]), "when": torch.tensor([1, 2, 4, 5, 0])}[attribute]
-    NeighborSampler(graph, [2], **options)
-
-
 def test_sampler_options_by_position_are_those_of_pytorch_geometric():
     graph = random_graph()
     options = ("directional", False, False, "uniform", None, None, True)
@@ -322,114 +308,10 @@ def test_sampler_empty_batch_duplicate_seeds_self_loops_and_isolated_nodes_are_s
     assert (empty.num_nodes, empty.num_edges) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "message"),
-    [
-        ({"edge_index": torch.rand(2, 8)}, {}, r"edge_index must hold integers (int64), not torch.float32"),
-        ({"edge_index": torch.tensor([[0], [600]])}, {}, "edge_index has target 600, but nodes are 0 to 499"),
-        ({"edge_index": torch.tensor([[-1], [3]])}, {}, "edge_index has source -1, but nodes are 0 to 499"),
-        ({}, {"is_sorted": True}, "edge_index is not sorted by target; leave out is_sorted=True"),
-        ({}, {"is_sorted": True, "sample_direction": "backward"}, "edge_index is not sorted by source; leave out"),
-        ({}, {"seed": 1.0}, "seed must be an integer; got 1.0"),
-        ({}, {"seed": True}, "seed must be an integer; got True"),
-        ({}, {"temporal_strategy": "latest"}, "temporal_strategy must be uniform or last, not 'latest'"),
-        ({}, {"num_neighbors": 5}, "num_neighbors must be a list of integers from -1 (all), one for each hop; got 5"),
-        ({}, {"num_neighbors": [2.5]}, "one for each hop; got [2.5]"),
-        (
-            {},
-            {"weight_attr": "wieght"},
-            "no attribute weight_attr='wieght'; it has edge_index, time, weight",
-        ),
-        ({}, {"time_attr": "when"}, "the graph has no attribute time_attr='when'; it has edge_index, time, weight, x"),
-        ({}, {"weight_attr": "x"}, "x has the shape (500, 1); expected a weight for each edge, (8000,)"),
-        ({}, {"time_attr": "time", "sample_direction": "backward"}, "not yet supported for backward sampling"),
-        (
-            {"weight": torch.full((8_000,), 1e307, dtype=torch.float64)},
-            {"weight_attr": "weight"},
-            "weights with an infinite sum",
-        ),
-        (
-            {},
-            {"num_neighbors": [3, -2]},
-            "a list of integers from -1 (all), one for each hop; got [3, -2]",
-        ),
-        ({"weight": torch.full((8_000,), -1.0)}, {"weight_attr": "weight"}, "weights that are negative or not finite"),
-        ({}, {"disjoint": True, "subgraph_type": "induced"}, "'induced' cannot be combined with disjoint samples"),
-    ],
-)
-def test_sampler_damaged_graph_or_option_is_refused_with_one_line(change, options, message):
-    graph = random_graph()
-    graph.update(change)
-    with pytest.raises(ConfigurationError, match=re.escape(message)) as refusal:
-        NeighborSampler(graph, **{"num_neighbors": [3], **options})
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("num_neighbors", "message"),
-    [
-        (4, "num_neighbors must be a list of integers"),
-        ({("user", "bought", "item"): [4]}, "num_neighbors: Missing number of neighbors for edge type"),
-        ({("user", "sold", "item"): [4]}, "num_neighbors: Not all edge types specified"),
-        ({("user", "bought", "item"): [4], ("item", "bought_by", "user"): [4, "3"]}, "got [4, '3']"),
-    ],
-)
-def test_sampler_typed_numbers_of_neighbors_that_do_not_fit_are_refused(num_neighbors, message):
-    with pytest.raises(ConfigurationError, match=re.escape(message)):
-        NeighborSampler(typed_graph(), num_neighbors)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_sampler_typed_graph_of_unknown_size_is_refused():
-    graph = typed_graph()
-    del graph["item"].x
-    with pytest.raises(ConfigurationError, match=r"of type 'item' is unknown; set data\['item'\].num_nodes"):
-        NeighborSampler(graph, [3])
-
-
 def test_sampler_seeds_of_uint8_are_node_ids_as_for_pytorch_geometric():
     graph = random_graph()
     batch = batches(graph, NeighborSampler(graph, [3]), input_nodes=torch.tensor([1, 0, 1], dtype=torch.uint8))[0]
     assert batch.n_id[:3].tolist() == [1, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("indptr", "indices"), [([0, 1], [0]), ([0, 1, 1, 1], [0]), ([0, 1, 1], [2]), ([[0, 1, 1]], [0]), ([0, 2, 1], [0])]
-)
-def test_check_csc_matrix_of_another_size_is_refused(indptr, indices):
-    with pytest.raises(ConfigurationError, match="the graph: ind"):
-        check_csc("the graph", torch.tensor(indptr), torch.tensor(indices), num_targets=2, num_sources=2)
-    check_csc("the graph", torch.tensor([0, 1, 1]), torch.tensor([1]), num_targets=2, num_sources=2)
-
-
-@pytest.mark.parametrize("seed", [-1, 500])
-def test_sampler_seed_that_is_no_node_is_refused(seed):
-    graph = random_graph()
-    with pytest.raises(ConfigurationError, match=f"seed node {seed} does not exist; nodes are 0 to 499"):
-        batches(graph, NeighborSampler(graph, [3]), input_nodes=torch.tensor([seed]))
-
-
-def test_sampler_edge_times_without_seed_times_are_refused():
-    graph = random_graph()
-    del graph.time
-    graph.when = torch.arange(graph.num_edges)
-    with pytest.raises(ConfigurationError, match="edges have times, so each seed needs one: pass input_time"):
-        batches(graph, NeighborSampler(graph, [3], time_attr="when"))
-
-
-def test_sampler_seeds_of_a_type_without_times_are_refused():
-    graph = typed_graph()
-    graph["user"].time = torch.arange(100)
-    loader = NodeLoader(graph, NeighborSampler(graph, [3], time_attr="time"), input_nodes=("item", torch.arange(5)))
-    with pytest.raises(ConfigurationError, match="edges have times, so each seed needs one: pass input_time"):
-        next(iter(loader))
-
-
-def test_sampler_seeds_of_an_unknown_type_are_refused():
-    graph = typed_graph()
-    loader = NodeLoader(graph, NeighborSampler(graph, [3]), input_nodes=("usr", torch.arange(5)))
-    with pytest.raises(ConfigurationError, match="the graph has no nodes of type 'usr'; it has item, user"):
-        next(iter(loader))
 
 
 def test_sampler_times_of_nodes_are_kept_once_for_each_node():

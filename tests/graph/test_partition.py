@@ -95,7 +95,7 @@ def test_partition_graph_without_pymetis_takes_ranges_or_refuses(monkeypatch):
 @pytest.mark.parametrize(
     ("indptr", "indices", "text"),
     [
-        ([0, 1, 2], [0.0, 1.0], "must be int64"),
+        ([0, 1, 2], [0.0, 1.0], "indices must be a tensor of int64"),
         ([1, 2], [0], "must ascend from 0"),
         ([0, 2, 1], [0], "must ascend"),
         ([0, 1, 3], [0, 1], "must ascend from 0 to the number of edges, which is 2"),
@@ -108,10 +108,33 @@ def test_partition_graph_arrays_that_are_no_graph_are_refused(indptr, indices, t
         partition_graph(torch.tensor(indptr), torch.tensor(indices), 1)
 
 
-@pytest.mark.parametrize("parts", [0, 3])
-def test_partition_graph_more_parts_than_nodes_are_refused(parts):
-    with pytest.raises(ConfigurationError, match=f"2 nodes cannot be divided into {parts} parts"):
+@pytest.mark.parametrize(
+    ("convert", "given"),
+    [
+        (torch.Tensor.int, "Tensor of torch.int32"),
+        (torch.Tensor.numpy, "ndarray of int64"),
+        (torch.Tensor.tolist, "list"),
+    ],
+)
+def test_partition_graph_arrays_of_another_type_are_refused(convert, given):
+    advice = r"pass torch.as_tensor\(indptr, dtype=torch.int64\)"
+    with pytest.raises(ConfigurationError, match=f"indptr must be a tensor of int64; got {given}.*; {advice}"):
+        partition_graph(*map(convert, GRAPH), 1)
+
+
+@pytest.mark.parametrize("parts", [0, 3, 1.5, "a"])
+def test_partition_graph_wrong_number_of_parts_is_refused(parts):
+    message = f"num_parts of a graph of 2 nodes must be an integer from 1 to 2; got {parts!r}"
+    with pytest.raises(ConfigurationError, match=message):
         partition_graph(torch.tensor([0, 1, 2]), torch.tensor([0, 1]), parts)
+
+
+@pytest.mark.parametrize("part", [-1, PARTS, 1.0])
+def test_part_that_does_not_exist_is_refused(part):
+    partition = partition_graph(*GRAPH, PARTS, "ranges")
+    for take in (partition.bounds, lambda part: take_part(partition, *GRAPH, part)):
+        with pytest.raises(ConfigurationError, match=f"part must be an integer from 0 to 3; got {part}"):
+            take(part)
 
 
 def test_partition_graph_without_edges_has_parts():

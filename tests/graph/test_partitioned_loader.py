@@ -169,6 +169,8 @@ def test_loader_epochs_differ_and_a_resumed_epoch_is_the_same():
         first, second = [[contents(batch) for batch in loader] for _ in range(2)]
         loader.set_epoch(1)
         again = [contents(batch) for batch in loader]
+        with pytest.raises(ConfigurationError, match="epoch must be an integer from 0"):
+            loader.set_epoch(1.5)
         return first, second, again
 
     for first, second, again in run_ranks(2, two_epochs):

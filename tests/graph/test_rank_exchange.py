@@ -143,7 +143,7 @@ def test_vanilla_sampler_edges_of_another_part_are_refused():
 @pytest.mark.parametrize(
     ("indptr", "indices", "text"),
     [
-        ([0, 0, 0, 0, 1], [0.0], "indices must be int64"),
+        ([0, 0, 0, 0, 1], [0.0], "indices must be a tensor of int64"),
         ([0, 0, 0, 0, 2], [0], "indptr must ascend from 0 to the number of edges, which is 1"),
         ([0, 0, 0, 0, 1], [9], r"indices must be in [0, 9), the ids of the nodes; got 9"),
         ([0, 0, 0, 0, 1], [-1], r"indices must be in [0, 9), the ids of the nodes; got -1"),

@@ -74,7 +74,7 @@ def test_effect_states_how_the_layers_aggregated(aggr, evidence):
     ("task", "k", "why"),
     [
         (tasks.perceptron, 4, "the model has no SAGEConv, GCNConv or GINConv of PyTorch Geometric"),
-        (graph_task, HIDDEN, "no SAGEConv, GCNConv or GINConv of PyTorch Geometric after the first is wider than k=24"),
+        (graph_task, HIDDEN + 1, "of PyTorch Geometric after the first is wider than k=25; the widest has 24"),
     ],
 )
 def test_model_without_a_layer_to_alter_has_no_effect(task, k, why):

@@ -126,7 +126,10 @@ def test_missing_data_message_names_address_and_path(name, tmp_path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     for scheme in ("http", "https"):
         monkeypatch.setenv(f"{scheme}_proxy", "http://127.0.0.1:1")  # no server listens there, as without a network
-    with pytest.raises(RunError, match=r"^cannot download https?://\S+: .*; put the file at /\S+ by hand$"):
+    with pytest.raises(
+        RunError,
+        match=r"^cannot download https?://\S+: .*; put the file at /\S+ by hand, or set HASTEN_DATA to a directory",
+    ):
         load_task(name)
 
 

@@ -46,14 +46,15 @@ class MaxKAggregation(Method):
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if "torch_geometric" not in sys.modules:  # importing it takes seconds, and the model can have no layer of it
             return run.report_no_effect(self, f"the model has no {LAYERS}", model)
-        from hasten.graph.aggregation.layers import apply_maxk, maxk_layers
+        from hasten.graph.aggregation.layers import apply_maxk, input_width, maxk_layers
 
         calls: Counter[str] = Counter()
         layers = apply_maxk(model, self.k, calls)
         if layers:
             run.observe_effect(self, partial(_observe, len(layers), self.k, calls))
-        elif maxk_layers(model, 0):
-            run.report_no_effect(self, f"no {LAYERS} after the first is wider than k={self.k}")
+        elif narrow := maxk_layers(model, 0):
+            widest = max(map(input_width, narrow.values()))
+            run.report_no_effect(self, f"no {LAYERS} after the first is wider than k={self.k}; the widest has {widest}")
         else:
             run.report_no_effect(self, f"the model has no {LAYERS} after another layer with parameters")
         return model

@@ -155,7 +155,8 @@ def _chunks(file: File) -> Iterator[bytes]:
                     yield chunk
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        advice = f"put the file at {_download_directory() / file.path} by hand"
+        by_hand = f"put the file at {_download_directory() / file.path} by hand"
+        advice = f"{by_hand}, or set HASTEN_DATA to a directory that has {file.path}"
         raise RunError(f"cannot download {file.address}: {reason}; {advice}") from None
 
 

@@ -12,8 +12,9 @@ import torch
 
 from hasten._torch_compat import in_place_version
 from hasten.core.errors import ConfigurationError
-from hasten.graph.sampling.checks import first_descent, out_of_range
+from hasten.graph.sampling.checks import check_integer, first_descent, out_of_range
 
+MAX_NODES = 2**31 - 1  # for 32-bit indices; a larger graph must be partitioned
 CACHE_ENTRIES = 16  # graphs, so that a full graph is sorted once per training
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -39,8 +40,7 @@ class Adjacency:
 
     def __post_init__(self) -> None:
         _check_integer(indptr=self.indptr, indices=self.indices)
-        if self.num_sources >= 2**31:
-            raise ConfigurationError(f"{self.num_sources} sources are too many for 32-bit indices; partition the graph")
+        check_integer("num_sources", self.num_sources, 0, MAX_NODES)
         object.__setattr__(self, "indptr", self.indptr.to(torch.int64).contiguous())
         self._check()
         object.__setattr__(self, "indices", self.indices.to(torch.int32).contiguous())
@@ -55,6 +55,8 @@ class Adjacency:
 
         Equal edges stay separate entries, whose contributions add up.
         """
+        check_integer("num_sources", num_sources, 0, MAX_NODES)
+        check_integer("num_targets", num_targets, 0, MAX_NODES)
         _check_integer(edge_index=edge_index)
         if edge_index.ndim != 2 or len(edge_index) != 2:
             raise ConfigurationError(f"edge_index has the shape {tuple(edge_index.shape)}; expected (2, edges)")

@@ -4,11 +4,12 @@ Format of MaxK-GNN, arXiv 2312.08656. The columns take one byte up to a width of
 otherwise four.
 """
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 
 from hasten.core.errors import ConfigurationError
+from hasten.graph.sampling.checks import out_of_range
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,15 +21,20 @@ class CBSR:
         columns: Column of each value, ascending in every row, of the type ``column_dtype(width)``, shape (n, k).
         width: Columns of the matrix.
 
+    Args:
+        check_invariants: Whether to read all columns and check them. ``aggregate`` reads and writes memory at these
+            positions without a check; False is for columns that are right by construction.
+
     Raises:
-        ConfigurationError: The shapes differ, or the columns are of another type.
+        ConfigurationError: The shapes differ, or the columns are of another type, out of range or not ascending.
     """
 
     values: torch.Tensor
     columns: torch.Tensor
     width: int
+    check_invariants: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, check_invariants: bool) -> None:
         shape, dtype = tuple(self.values.shape), column_dtype(self.width)
         if self.values.ndim != 2 or self.columns.shape != self.values.shape or shape[1] > self.width:
             raise ConfigurationError(
@@ -37,6 +43,13 @@ class CBSR:
             )
         if self.columns.dtype != dtype:
             raise ConfigurationError(f"columns of type {self.columns.dtype}; expected {dtype} for width {self.width}")
+        if not check_invariants or self.columns.is_meta:
+            return
+        if (wrong := out_of_range(self.columns, self.width)) is not None:
+            raise ConfigurationError(f"column {wrong} is out of range: the matrix has {self.width} columns")
+        if bool((is_wrong := (self.columns[:, 1:] <= self.columns[:, :-1]).any(1)).any()):
+            row = int(is_wrong.nonzero()[0])
+            raise ConfigurationError(f"the columns of row {row} do not ascend; sort each row, without duplicates")
 
     @property
     def k(self) -> int:

@@ -5,6 +5,7 @@ aggregates them in CBSR form. State dicts are unchanged. Where the layer does so
 such as a maximum over the neighbors, the input is masked and the layer's own ``forward`` does the rest.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,9 +49,13 @@ def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None
 
     Returns:
         The names of the altered layers.
+
+    Raises:
+        ConfigurationError: k is no integer from 1 up.
     """
+    mask = MaxK(k)
     layers = maxk_layers(model, k)
-    masking = Masking(MaxK(k), Counter() if calls is None else calls, AdjacencyCache())
+    masking = Masking(mask, Counter() if calls is None else calls, AdjacencyCache())
     altered: list[Any] = [layer for layer in model.modules() if hasattr(layer, "hasten_maxk")]  # by an earlier call
     for layer in layers.values():
         if layer not in altered:
@@ -71,7 +76,7 @@ def maxk_layers(model: torch.nn.Module, k: int) -> dict[str, Any]:
             return is_after_another
         seen.add(module)
         if type(module) in UPDATES:
-            if is_after_another and _is_wider(module, k):
+            if is_after_another and input_width(module) > k:
                 layers[name] = module
             return True
         before = after = is_after_another or any(True for _ in module.parameters(recurse=False))
@@ -85,11 +90,11 @@ def maxk_layers(model: torch.nn.Module, k: int) -> dict[str, Any]:
     return layers
 
 
-def _is_wider(layer: torch.nn.Module, k: int) -> bool:
-    """Whether a layer reads more than k values, or a number that it does not know yet."""
+def input_width(layer: torch.nn.Module) -> float:
+    """Number of values that a layer reads per source node; infinity if it does not know the number yet."""
     width: Any = getattr(layer, "in_channels", None)
     width = width[0] if isinstance(width, tuple) else width
-    return not isinstance(width, int) or width < 0 or width > k
+    return width if isinstance(width, int) and width >= 0 else math.inf
 
 
 @torch.compiler.disable

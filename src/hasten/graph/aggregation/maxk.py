@@ -14,6 +14,7 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.graph.aggregation.adjacency import Adjacency
 from hasten.graph.aggregation.cbsr import CBSR, column_dtype
+from hasten.graph.sampling.checks import check_integer
 from hasten.graph.threads import run_equal_work
 
 FLOATS = (torch.float32, torch.float64)
@@ -41,11 +42,15 @@ def maxk(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class MaxK(torch.nn.Module):
-    """``maxk`` as a layer, in place of a ReLU before an aggregation. Rows with at most k values pass unchanged."""
+    """``maxk`` as a layer, in place of a ReLU before an aggregation. Rows with at most k values pass unchanged.
+
+    Raises:
+        ConfigurationError: k is no integer from 1 up.
+    """
 
     def __init__(self, k: int) -> None:
         super().__init__()
-        self.k = k
+        self.k = check_integer("k of MaxK", k, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.shape[-1] <= self.k else maxk(x, self.k)
@@ -57,15 +62,15 @@ class MaxK(torch.nn.Module):
 def compress(x: torch.Tensor, k: int) -> CBSR:
     """``maxk(x, k)`` in CBSR form; arguments and errors as there. Gradients to its values pass on to ``x``."""
     columns = largest_columns(x, k)
-    return CBSR(x.gather(1, columns.long()), columns, x.shape[1])
+    return CBSR(x.gather(1, columns.long()), columns, x.shape[1], check_invariants=False)
 
 
 def largest_columns(x: torch.Tensor, k: int) -> torch.Tensor:
     """The columns of the k largest values of each row, ascending, shape (n, k); see ``maxk``."""
-    if x.ndim != 2 or not x.is_floating_point():
-        raise ConfigurationError(f"MaxK expects floats of shape (n, d), not {x.dtype} of shape {tuple(x.shape)}")
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= x.shape[1]:
-        raise ConfigurationError(f"k={k} of MaxK must be an integer from 1 to {x.shape[1]}, the values of a row")
+    if x.ndim != 2 or not x.shape[1] or not x.is_floating_point():
+        given = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise ConfigurationError(f"MaxK expects floats of shape (n, d) with d at least 1; got {given}")
+    k = check_integer("k of MaxK", k, 1, x.shape[1])
     dtype = column_dtype(x.shape[1])
     if x.device.type != "cpu":  # topk may return any of several equal values; a stable sort returns the first
         order = x.detach().sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -96,9 +101,12 @@ def aggregate(adjacency: Adjacency, cbsr: CBSR, reduce: str = "sum") -> torch.Te
         Shape (rows, width).
 
     Raises:
-        ConfigurationError: The sizes or devices do not match, the type is neither float32 nor float64, or ``reduce`` is
-            unknown.
+        ConfigurationError: The arguments are of other classes, the sizes or devices do not match, the type is neither
+            float32 nor float64, or ``reduce`` is unknown.
     """
+    if not isinstance(adjacency, Adjacency) or not isinstance(cbsr, CBSR):
+        given = f"{type(adjacency).__name__} and {type(cbsr).__name__}"
+        raise ConfigurationError(f"aggregate expects an Adjacency and a CBSR, from compress(x, k); got {given}")
     if reduce not in ("sum", "mean"):
         raise ConfigurationError(f"reduce={reduce!r} is unknown; expected 'sum' or 'mean'")
     if cbsr.shape[0] != adjacency.num_sources:

@@ -21,6 +21,7 @@ from hasten.graph.partitions.background import BackgroundProducer
 from hasten.graph.partitions.remote_features import RemoteFeatures
 from hasten.graph.partitions.sampler import PartitionedSampler, SampledNeighborhood, VanillaSampler
 from hasten.graph.sampling import kernels
+from hasten.graph.sampling.checks import check_integer
 
 Uneven = Literal["repeat", "drop", "keep"]
 EXIT_WAIT_S = 10.0  # for exchanges that had begun when this process failed
@@ -98,7 +99,7 @@ class PartitionedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, as after a resume; each epoch that is iterated counts by itself."""
-        self.epoch = epoch
+        self.epoch = check_integer("epoch", epoch, 0, 2**63 - 1)
 
     def __iter__(self) -> Iterator[PartitionedBatch]:
         self.close()

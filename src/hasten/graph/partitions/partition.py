@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hasten.core.errors import ConfigurationError
-from hasten.graph.sampling.checks import check_csc
+from hasten.graph.sampling.checks import check_csc, check_integer
 
 Algorithm = Literal["auto", "metis", "ranges"]
 CHECKSUM_CHUNK = 1 << 22  # ids converted to int64 at once
@@ -56,7 +56,8 @@ class GraphPartition:
         return len(self.old_ids)
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """The first new id of a part, and the id after its last."""
+        """The first new id of a part, and the id after its last. ConfigurationError if there is no such part."""
+        check_integer("part", part, 0, self.num_parts - 1)
         return int(self.offsets[part]), int(self.offsets[part + 1])
 
     def new_ids(self) -> Tensor:
@@ -83,8 +84,8 @@ def partition_graph(
     """
     check_graph(indptr, indices)
     num_nodes = len(indptr) - 1
-    if not 1 <= num_parts <= max(num_nodes, 1):
-        raise ConfigurationError(f"a graph of {num_nodes} nodes cannot be divided into {num_parts} parts")
+    check_integer(f"num_parts of a graph of {num_nodes} nodes", num_parts, 1, max(num_nodes, 1))
+    check_integer("seed", seed)
     if algorithm not in ("auto", "metis", "ranges"):
         raise ConfigurationError(f"algorithm must be auto, metis or ranges; got {algorithm!r}")
     if algorithm == "auto":
@@ -205,8 +206,10 @@ def check_graph(indptr: Tensor, indices: Tensor, num_sources: int | None = None)
     ``num_sources``: nodes of the whole graph, where ``indptr`` has those of a part.
     """
     for name, array in (("indptr", indptr), ("indices", indices)):
-        if array.dtype != torch.int64:
-            raise ConfigurationError(f"the graph: {name} must be int64, not {array.dtype}")
+        if not isinstance(array, Tensor) or array.dtype != torch.int64:
+            given = f"{type(array).__name__} of {getattr(array, 'dtype', 'no type')}"
+            advice = f"pass torch.as_tensor({name}, dtype=torch.int64)"
+            raise ConfigurationError(f"the graph: {name} must be a tensor of int64; got {given}; {advice}")
     num_targets = max(indptr.numel() - 1, 0)
     check_csc("the graph", indptr, indices, num_targets, num_targets if num_sources is None else num_sources)
 

@@ -19,7 +19,7 @@ from hasten.graph.features import check_node_ids
 from hasten.graph.partitions.exchange import RankExchange
 from hasten.graph.partitions.partition import array_checksum, check_graph
 from hasten.graph.sampling import kernels
-from hasten.graph.sampling.checks import check_fanouts, check_seed
+from hasten.graph.sampling.checks import check_fanouts, check_integer
 from hasten.graph.sampling.hops import EdgeMatrix, hop_key, sample, sample_hop
 from hasten.graph.sampling.numbering import NodeTablePool, Numbering
 
@@ -192,7 +192,7 @@ def _neighborhood(
 
 def _check_options(fanouts: Sequence[int], seed: int) -> None:
     check_fanouts(fanouts, "fanouts")
-    check_seed(seed)
+    check_integer("seed", seed)
     if not fanouts:
         raise ConfigurationError("fanouts must be one number for each hop; got none")
 

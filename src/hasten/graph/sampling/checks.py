@@ -30,20 +30,23 @@ def check_graph(data: Any, is_sorted: bool, backward: bool = False) -> None:
             raise ConfigurationError(f"{name} must have the shape (2, edges), not {tuple(edge_index.shape)}")
         for row, end, size in zip(edge_index, ("source", "target"), sizes, strict=True):
             if (wrong := out_of_range(row, size)) is not None:
-                raise ConfigurationError(f"{name} has {end} {wrong}, but nodes are 0 to {size - 1}")
+                raise ConfigurationError(f"{name} has {end} {wrong}; expected ids of nodes in [0, {size})")
         order = edge_index[sorted_row]
         if is_sorted and bool((order[1:] < order[:-1]).any()):
             raise ConfigurationError(f"{name} is not sorted by {end_name}; leave out is_sorted=True")
 
 
 def check_attributes(data: Any, time_attr: str | None, weight_attr: str | None) -> None:
-    """ConfigurationError if a Data or HeteroData has no such times or weights, or has damaged weights."""
+    """ConfigurationError if a Data or HeteroData has no such times or weights, or damaged ones."""
     nodes: list[Any] = list(getattr(data, "node_stores", ()))
     edges: list[Any] = list(getattr(data, "edge_stores", ()))
     for option, name, stores in (("time_attr", time_attr, nodes + edges), ("weight_attr", weight_attr, edges)):
         if name is not None and stores and not any(name in store for store in stores):
             known = ", ".join(sorted({key for store in stores for key in store}))
             raise ConfigurationError(f"the graph has no attribute {option}={name!r}; it has {known or 'none'}")
+    for store in nodes + edges:
+        if time_attr is not None and time_attr in store:
+            _check_vector(time_attr, store[time_attr])
     for store in edges:
         if weight_attr is not None and weight_attr in store:
             _check_weights(weight_attr, store[weight_attr], store.num_edges)
@@ -67,6 +70,8 @@ def check_times(name: str, times: Tensor, indptr: Tensor) -> None:
     """ConfigurationError unless there is one time for each edge, ascending among the edges into each node."""
     if times.shape != (int(indptr[-1]),):
         raise ConfigurationError(f"{name} has times of the shape {tuple(times.shape)} for {int(indptr[-1])} edges")
+    if wrong := int(times.isnan().sum()):
+        raise ConfigurationError(f"{name} has {wrong} edges with a time that is NaN; remove them, or pass their times")
     if first_descent(times, indptr) is not None:
         advice = "sort them, or leave out is_sorted=True"
         raise ConfigurationError(f"{name} has times that do not ascend among the edges into a node; {advice}")
@@ -75,23 +80,28 @@ def check_times(name: str, times: Tensor, indptr: Tensor) -> None:
 def check_fanouts(fanouts: Any, name: str = "num_neighbors") -> None:
     """ConfigurationError unless these are numbers of neighbors: integers from -1 (all), one for each hop."""
     is_list = isinstance(fanouts, Sequence) and not isinstance(fanouts, str)
-    if not is_list or any(not isinstance(n, Integral) or isinstance(n, bool) or n < -1 for n in fanouts):
+    if not is_list or any(not isinstance(n, Integral) or isinstance(n, bool) or not -1 <= n < 2**63 for n in fanouts):
         expected = "a list of integers from -1 (all), one for each hop"
         raise ConfigurationError(f"{name} must be {expected}; got {fanouts!r:.80}")
 
 
-def check_seed(seed: Any) -> None:
-    """ConfigurationError unless the seed of random numbers is an integer."""
-    if not isinstance(seed, Integral) or isinstance(seed, bool):
-        raise ConfigurationError(f"seed must be an integer; got {seed!r:.80}")
+def check_integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """The value as an int. ConfigurationError unless it is an integer from ``low`` to ``high``, both inclusive."""
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's integers are Integral, too
+    if is_integer and (low is None or value >= low) and (high is None or value <= high):
+        return int(value)
+    bounds = "" if low is None else f" from {low} up" if high is None else f" from {low} to {high}"
+    raise ConfigurationError(f"{name} must be an integer{bounds}; got {value!r:.80}")
 
 
 def check_seeds(nodes: Tensor, size: int, node_type: str = "") -> None:
     """ConfigurationError if a seed is no integer or no node of the graph."""
-    if nodes.is_floating_point() or nodes.is_complex() or nodes.dtype == torch.bool:
-        raise ConfigurationError(f"seed nodes must be integers, not {nodes.dtype}")
+    if nodes.is_floating_point() or nodes.is_complex() or nodes.dtype == torch.bool or nodes.ndim != 1:
+        given = f"{nodes.dtype} of shape {tuple(nodes.shape)}"
+        raise ConfigurationError(f"seed nodes must be integers of one dimension; got {given}")
     if (wrong := out_of_range(nodes, size)) is not None:
-        raise ConfigurationError(f"seed node {wrong} does not exist; {node_type or 'node'}s are 0 to {size - 1}")
+        kind = f"nodes of type {node_type!r}" if node_type else "nodes"
+        raise ConfigurationError(f"seed node {wrong} does not exist; expected ids of {kind} in [0, {size})")
 
 
 def first_descent(values: Tensor, indptr: Tensor) -> int | None:
@@ -123,10 +133,20 @@ def _edge_indices(data: Any) -> Iterator[tuple[str, Tensor, tuple[int, int]]]:
 
 def _check_weights(name: str, weights: Tensor, num_edges: int) -> None:
     """ConfigurationError unless there is one weight from 0 up for each edge, with a finite sum."""
-    if weights.shape != (num_edges,):
-        expected = f"expected a weight for each edge, ({num_edges},)"
-        raise ConfigurationError(f"{name} has the shape {tuple(weights.shape)}; {expected}")
-    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
-        raise ConfigurationError(f"{name} has weights that are negative or not finite")
+    _check_vector(name, weights, num_edges)
+    is_wrong = ~(torch.isfinite(weights) & (weights >= 0))
+    if wrong := int(is_wrong.sum()):
+        first = int(is_wrong.nonzero()[0])
+        advice = f"the first is {weights[first].item()} of edge {first}; correct them, or remove the edges"
+        raise ConfigurationError(f"{name} has {wrong} weights that are negative or not finite; {advice}")
     if not bool(torch.isfinite(weights.double().sum())):
         raise ConfigurationError(f"{name} has weights with an infinite sum; divide them by their maximum")
+
+
+def _check_vector(name: str, values: Any, num_edges: int | None = None) -> None:
+    """ConfigurationError unless this is a tensor of real numbers with one dimension, of ``num_edges`` if given."""
+    if isinstance(values, Tensor) and values.ndim == 1 and not values.is_complex() and num_edges in (None, len(values)):
+        return
+    items = "node or edge" if num_edges is None else f"edge, shape ({num_edges},)"
+    given = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+    raise ConfigurationError(f"{name} must be a tensor with a real number for each {items}; got {given}")

@@ -49,9 +49,9 @@ class NeighborSampler(pyg.NeighborSampler):
 
     Raises:
         ConfigurationError: the edges are not integers, name nodes that do not exist, or are not sorted as claimed; a
-            number of neighbors is no integer from -1 on; the seed is no integer; an attribute or the temporal strategy
-            is unknown; weights are negative or their sum is not finite; times do not ascend; disjoint samples of
-            induced subgraphs.
+            number of neighbors is no integer from -1 on; the seed or the number of threads is no integer; an attribute,
+            the temporal strategy or the direction is unknown; weights are negative or their sum is not finite; times
+            are NaN or do not ascend; disjoint samples of induced subgraphs.
     """
 
     def __init__(
@@ -64,14 +64,20 @@ class NeighborSampler(pyg.NeighborSampler):
         **options: Any,
     ):
         if seed is not None:
-            checks.check_seed(seed)
+            checks.check_integer("seed", seed)
+        if num_threads is not None:
+            checks.check_integer("num_threads", num_threads, 1)
         given = inspect.signature(super().__init__).bind(data, num_neighbors, *args, **options)
         given.apply_defaults()
         chosen = given.arguments
         checks.check_graph(data, chosen["is_sorted"], chosen["sample_direction"] == "backward")
         checks.check_attributes(data, chosen["time_attr"], chosen["weight_attr"])
-        if chosen["temporal_strategy"] not in ("uniform", "last"):
-            raise ConfigurationError(f"temporal_strategy must be uniform or last, not {chosen['temporal_strategy']!r}")
+        for option, known in (
+            ("temporal_strategy", ("uniform", "last")),
+            ("sample_direction", ("forward", "backward")),
+        ):
+            if chosen[option] not in known:
+                raise ConfigurationError(f"{option} must be {' or '.join(known)}, not {chosen[option]!r}")
         try:
             with _as_with_pyg_lib():
                 super().__init__(data, num_neighbors, *args, **options)
@@ -98,7 +104,7 @@ class NeighborSampler(pyg.NeighborSampler):
 
         A loader that shuffles has other batches in each epoch and does not need it.
         """
-        self._epoch[0] = epoch
+        self._epoch[0] = checks.check_integer("epoch", epoch, 0, 2**63 - 1)
 
     @property
     def edge_permutation(self) -> Any:
@@ -182,6 +188,8 @@ class NeighborSampler(pyg.NeighborSampler):
     def _fanouts(self) -> dict[EdgeType, list[int]]:
         """The numbers of neighbors by type of edge and hop."""
         values: Any = self.num_neighbors.values
+        if isinstance(values, dict) and not self.is_hetero:
+            raise ConfigurationError("num_neighbors is a dict, but the graph has one type of edges; pass a list")
         for by_hop in values.values() if isinstance(values, dict) else [values]:
             checks.check_fanouts(by_hop)
         try:
