@@ -1,5 +1,7 @@
 """The epochs of PyTorch Geometric's NeighborLoader in a script: other samples in each, the same in a repeated run."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch_geometric.data import Data
@@ -7,13 +9,15 @@ from torch_geometric.loader import NeighborLoader
 
 from hasten.engine.loaders import from_loader
 from hasten.hosts.inside.frameworks import pyg
+from hasten.hosts.inside.replace import replaces
 from hasten.hosts.inside.sites import Sites
 
 
 class CountedLoader(NeighborLoader):
     """A NeighborLoader as the host changes it."""
 
-    __iter__ = pyg._count_epochs(NeighborLoader.__iter__, Sites("."))
+
+replaces(CountedLoader, "__iter__")(partial(pyg._count_epoch, Sites(".")))
 
 
 def loader(**options) -> CountedLoader:

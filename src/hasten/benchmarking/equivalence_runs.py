@@ -12,11 +12,11 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from hasten._torch_compat import Dropout
 from hasten.benchmarking.captured_gradients import CapturedGradients
+from hasten.benchmarking.own_step_in_double import OwnStepInDouble
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import RunError
 from hasten.core.method import Method
@@ -24,7 +24,7 @@ from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
-from hasten.core.types import Batch, BatchFn, ForwardFn
+from hasten.core.types import BatchFn
 from hasten.distributed.dtensor_state import to_local
 from hasten.engine.checkpoint import gather_weights
 from hasten.engine.effects import NO_EFFECT
@@ -68,6 +68,8 @@ class EquivalenceCase:
     def program(self, recipe: Recipe, *extra: Method) -> Program:
         for generator, state in self._generator_states:  # or a DataLoader would continue where the other arm stopped
             generator.set_state(state)
+        if self.task.step is not None and any(getattr(method, "double", False) for method in extra):
+            extra = (*extra, OwnStepInDouble())
         methods = with_strategy([*make_methods(recipe), *extra], self.ranks)
         return build(self.task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
 
@@ -115,21 +117,6 @@ class RunConditions(Method):
             return map_tensors(change, batch)
 
         return transform if self.double or self.reverse else batch_transform
-
-    def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
-        def forward_in_double(batch: Batch) -> torch.Tensor:
-            with _NewTensorsInDouble():
-                return forward(batch)
-
-        return forward_in_double if self.double and run.task.step is not None else forward
-
-
-class _NewTensorsInDouble(TorchFunctionMode):
-    """Noise, labels or a state that a task's own step makes are float64, of the numbers that float32 has."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result.double() if isinstance(result, torch.Tensor) and result.dtype == torch.float32 else result
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Checks of graphs, seeds and options before a kernel, which checks no bounds, reads them."""
 
 from collections.abc import Iterator, Sequence
-from numbers import Integral
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -79,16 +79,15 @@ def check_times(name: str, times: Tensor, indptr: Tensor) -> None:
 
 def check_fanouts(fanouts: Any, name: str = "num_neighbors") -> None:
     """ConfigurationError unless these are numbers of neighbors: integers from -1 (all), one for each hop."""
-    is_list = isinstance(fanouts, Sequence) and not isinstance(fanouts, str)
-    if not is_list or any(not isinstance(n, Integral) or isinstance(n, bool) or not -1 <= n < 2**63 for n in fanouts):
+    numbers: Any = fanouts if isinstance(fanouts, Sequence) else [None]
+    if not all(_is_integer(number) and -1 <= number < 2**63 for number in numbers):
         expected = "a list of integers from -1 (all), one for each hop"
         raise ConfigurationError(f"{name} must be {expected}; got {fanouts!r:.80}")
 
 
 def check_integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """The value as an int. ConfigurationError unless it is an integer from ``low`` to ``high``, both inclusive."""
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's integers are Integral, too
-    if is_integer and (low is None or value >= low) and (high is None or value <= high):
+    if _is_integer(value) and (low is None or value >= low) and (high is None or value <= high):
         return int(value)
     bounds = "" if low is None else f" from {low} up" if high is None else f" from {low} to {high}"
     raise ConfigurationError(f"{name} must be an integer{bounds}; got {value!r:.80}")
@@ -150,3 +149,7 @@ def _check_vector(name: str, values: Any, num_edges: int | None = None) -> None:
     items = "node or edge" if num_edges is None else f"edge, shape ({num_edges},)"
     given = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
     raise ConfigurationError(f"{name} must be a tensor with a real number for each {items}; got {given}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, numpy.integer)) and not isinstance(value, bool)
