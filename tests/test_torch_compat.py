@@ -437,6 +437,7 @@ def test_graph_break_of_names_the_line():
     assert found[1] is None
 
 
+@pytest.mark.slow
 def test_cached_compile_seconds_are_those_that_the_cache_spares(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     layer, spared, spent = nn.Linear(2, 2), [], []

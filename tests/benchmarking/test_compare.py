@@ -93,6 +93,7 @@ def with_one_nan(make=lambda data: data) -> Task:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "message"),
     [

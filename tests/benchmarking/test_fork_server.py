@@ -187,6 +187,7 @@ def test_worker_has_directory_path_and_start_method_of_the_parent(tmp_path, monk
         assert one.call("surroundings") == (str(tmp_path), sys.path, multiprocessing.get_start_method(), "MainProcess")
 
 
+@pytest.mark.slow
 def test_fork_server_in_a_fork_of_its_owner_is_replaced():
     with worker() as one:
         context = multiprocessing.get_context("fork")

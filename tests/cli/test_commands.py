@@ -323,6 +323,7 @@ def test_quiet_hides_progress(here, monkeypatch, capfd):
         assert ("training: " in capfd.readouterr().err) is shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_tune_interrupted_shows_the_answer_so_far_and_how_to_continue(here, by):
     ready = (here / "search" / "result.json").exists
@@ -419,6 +420,7 @@ def test_compare_without_a_takes_the_baseline():
     assert options is not None and options.a == "baseline"
 
 
+@pytest.mark.slow
 def test_warnings_of_the_compiler_stay_out_of_the_terminal():
     code = "import logging, hasten.cli.main as m; m._silence_libraries(); import torch; "
     code += "logging.getLogger('torch._dynamo').warning('Graph break from Tensor.item()')"

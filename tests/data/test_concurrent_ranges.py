@@ -88,6 +88,7 @@ def test_contiguous_rows_are_read_as_a_stream_with_read_ahead(records, loads):
     assert loads["most"] <= 1 and loads["bytes"] - before < BYTES
 
 
+@pytest.mark.slow
 def test_versions_of_many_files_are_requested_concurrently(web, loads):
     loads |= {"together": 8, "read": False}
     assert len(Records([f"{web.address}/shards/{number:02}.tfrecord" for number in range(24)])) == 24

@@ -115,6 +115,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="this system reports neither the memory nor the files of a process"
 )

@@ -74,6 +74,7 @@ def sentences() -> Task:
     )
 
 
+@pytest.mark.slow
 def test_model_that_returns_its_loss_is_exported_with_named_inputs_of_any_length(tmp_path):
     run = train_run(sentences(), tmp_path / "run")
     result = export_model(run, sentences)

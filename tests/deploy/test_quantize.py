@@ -34,6 +34,7 @@ def outliers(depthwise_run, tmp_path_factory):
     return quantize(run, depthwise_digits, budget=BUDGET_S), run
 
 
+@pytest.mark.slow
 def test_planted_outliers_are_refused_per_tensor_and_taken_per_channel(outliers):
     result, _ = outliers
     trials = {trial["name"]: trial for trial in result["trials"]}
@@ -42,6 +43,7 @@ def test_planted_outliers_are_refused_per_tensor_and_taken_per_channel(outliers)
     assert trials["static per channel, minmax"]["passed"] and "per tensor" not in result["chosen"]["name"]
 
 
+@pytest.mark.slow
 def test_chosen_model_has_the_metric_and_size_of_its_trial(outliers):
     result, run = outliers
     model = OnnxModel(run / "int8" / "model.onnx")
@@ -62,6 +64,7 @@ def depthwise_node(trained, directory):
     return next(node.name for node in nodes for value in node.attribute if value.name == "group" and value.i == 16)
 
 
+@pytest.mark.slow
 def test_layer_that_hurts_is_found_and_kept_in_float(outliers, monkeypatch, tmp_path):
     per_tensor = [one for one in candidates.CANDIDATES if one.kind == "static" and not one.per_channel]
     monkeypatch.setitem(quantize_module.TARGETS, "cpu", tuple(per_tensor))
@@ -74,6 +77,7 @@ def test_layer_that_hurts_is_found_and_kept_in_float(outliers, monkeypatch, tmp_
     assert model.evaluate(predictor_of(OnnxModel(run / "mixed" / "model.onnx"))) == found["chosen"]["metric"]
 
 
+@pytest.mark.slow
 def test_loss_that_no_candidate_meets_shows_all_and_exits_with_1(outliers, monkeypatch):
     _, run = outliers
     monkeypatch.setattr(quantize_module, "TARGETS", {"cpu": candidates.CANDIDATES[3:4], "dsp": ()})
@@ -83,6 +87,7 @@ def test_loss_that_no_candidate_meets_shows_all_and_exits_with_1(outliers, monke
     assert not (run / "none" / "model.onnx").exists() and (run / "none" / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_integer_code_of_a_run_has_the_metric_that_is_stated(depthwise_run, tmp_path):
     result = quantize(depthwise_run, depthwise_digits, target="dsp", budget=BUDGET_S, out=tmp_path)
     assert result["verdict"] == "smaller" and result["chosen"]["loss"] <= 0.01

@@ -15,6 +15,7 @@ def compare_with_undisturbed(directory: Path, kills: int, seed: int) -> None:
         assert (directory / "killed" / name).read_bytes() == (directory / "undisturbed" / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_run_killed_twice_is_bit_identical(tmp_path):
     compare_with_undisturbed(tmp_path, 2, seed=1)
 

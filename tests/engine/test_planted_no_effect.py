@@ -56,6 +56,7 @@ def test_trial_of_the_tuner_refuses_it(name):
     assert failure_verdict(str(refused.value)) == "no effect"
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["FlagSetTooLate", "CacheNeverRead"])  # all are refused at the same place
 def test_comparison_gives_no_ratio(name):

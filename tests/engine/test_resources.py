@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 import torch
 
 from hasten.engine.resources import peak_memory
@@ -17,6 +18,7 @@ def test_peak_memory_remembers_what_was_freed():
     assert peak_memory() > before + 500 * MIB
 
 
+@pytest.mark.slow
 def test_peak_memory_of_a_started_process_excludes_its_parent():
     """``getrusage`` counts what the parent held when it started the process."""
     held = torch.ones(1024 * MIB, dtype=torch.uint8)

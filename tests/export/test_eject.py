@@ -362,6 +362,7 @@ def test_ejected_script_runs_without_hasten(file, tmp_path):
     assert "accuracy" in done.stdout and (tmp_path / "model.pt").exists()
 
 
+@pytest.mark.slow
 def test_eject_warns_about_data_that_are_read_by_the_script(file):
     messages = {
         name: ast.get_docstring(ast.parse(hasten.eject(f"{file}:{name}")))

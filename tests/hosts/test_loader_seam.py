@@ -198,6 +198,7 @@ class Collating(DataLoader):
         return torch.stack([x for x, _ in samples])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DataLoader, Collating])
 @pytest.mark.parametrize("recipe", [*CACHES, WORKERS[0]])
 def test_loaders_of_earlier_epochs_are_freed(under, recipe, kind):

@@ -214,6 +214,7 @@ def test_devices_of_a_script_are_those_of_its_parameters():
     assert devices_of([nn.ReLU()]) == []
 
 
+@pytest.mark.slow
 def test_check_on_a_gpu_asks_for_deterministic_algorithms():
     """In a process of its own: the mode is global."""
     code = (

@@ -208,6 +208,7 @@ def test_hang_while_building_is_ended_by_the_timeout(tmp_path):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_search_with_several_processes_tries_strategies():
     result = hasten.diagnose(TASK, processes=2, budget=1)
     assert "distributed" in result["facts"]

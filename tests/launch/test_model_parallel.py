@@ -166,6 +166,7 @@ def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, worl
     assert_resumes_under(then, world, tmp_path, tower_tasks.longer_tower, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", first_quick(STRATEGIES))
 def test_run_resumes_in_one_process(tmp_path, strategy):
     train(tower_tasks.longer_tower(), device="cpu", out=tmp_path / "single")
@@ -273,6 +274,7 @@ def read_while_training(rank: int, make, recipe: str) -> list[float]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", first_quick(["ddp", "pipeline"]))
 def test_stages_keep_unused_buffers_and_initial_optimizer_state(tmp_path, then):
     make = tower_tasks.tower_with_a_mask

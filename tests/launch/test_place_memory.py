@@ -42,6 +42,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world"), first_quick(STRATEGIES, 2))
 def test_meta_init_trains_like_one_process(tmp_path, strategy, world):
     train(initialised_tower(), device="cpu", out=tmp_path / "single")

@@ -48,6 +48,7 @@ def test_run_resumes_under_another_strategy_and_size(tmp_path, first, then, worl
     assert_resumes_under(then, world, tmp_path, rank_tasks.blocks, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", first_quick(STRATEGIES[::-1]))
 def test_run_resumes_in_one_process(tmp_path, strategy):
     train(rank_tasks.blocks(), device="cpu", out=tmp_path / "single")
@@ -89,6 +90,7 @@ def test_weight_without_dimension_trains_or_is_refused(tmp_path):
     ), answers
 
 
+@pytest.mark.slow
 def test_ranks_write_their_own_shards(tmp_path):
     """Each rank writes its shards of weights and optimizer state; a checkpoint with a missing shard is invalid."""
     run_ranks(2, interrupted_run, rank_tasks.blocks, tmp_path / "shared", "zero:stage=3")
@@ -253,6 +255,7 @@ def precision_of_gathers(rank: int, recipe: str, out) -> tuple[dict, list[torch.
     return training(rank, replace(float32_blocks(), model=model), recipe, out=out), list(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, slow(3)])
 def test_shards_gathered_in_bfloat16_train_float32_weights(tmp_path, stage):
     plain, short = f"zero:stage={stage}", f"zero:stage={stage},param_dtype=bfloat16"

@@ -60,6 +60,7 @@ def test_workers_above_cores_are_refused():
         make_methods(Recipe.parse("autotune_loader:cores=1,processes=4"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_quick(["loader", "dataset", "pipeline"]))
 def test_weights_are_identical_and_no_processes_are_left(name, tmp_path, quick):
     before = process_and_thread_count()

@@ -68,6 +68,7 @@ def test_makes_of_transformers_are_there():
     assert available_makes().keys() == MODEL_MAKES.keys()
 
 
+@pytest.mark.slow
 def test_compiler_with_its_own_autograd_acts():
     effect = observe_effect(MODEL_MAKES["sequential_subclass"](), Recipe.parse("compile:backend=aot_eager"))
     assert effect.acts and effect.text.startswith("1 graph compiled")

@@ -146,6 +146,7 @@ def with_planted_denormals() -> Task:
     return perceptron(optimizer=lambda model: Planted(model.parameters(), lr=0.1), epochs=1000)
 
 
+@pytest.mark.slow
 def test_measure_drift_counts_planted_denormals():
     drift = measure_drift(TaskRef.of(with_planted_denormals()), Recipe(), seconds=0.6, **CPU)
     assert drift.has_denormals and "(exp_avg) are denormal" in (describe(drift) or "")

@@ -9,6 +9,7 @@ from hasten.serving.server import TOKEN_VARIABLE
 yaml = pytest.importorskip("yaml")
 
 
+@pytest.mark.slow
 def test_manifest_and_dockerfile_fit_together(exported, tmp_path):
     files = write_container(exported, tmp_path / "out")
     assert all((tmp_path / "out" / name).is_file() for name in ("Dockerfile", "kubernetes.yaml", "model/model.onnx"))
