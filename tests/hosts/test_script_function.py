@@ -62,7 +62,7 @@ def test_command_is_a_task(tmp_path, monkeypatch):
 
 def test_function_is_called_by_its_module(module, tmp_path):
     ref = hasten.script(module.train)
-    assert ref.argv[1:] == ("-c", "from own.training import train; train()")
+    assert ref.argv[1:] == ("-c", "from importlib import import_module; import_module('own.training').train()")
     assert (ref.name, ref.file) == ("train", str(tmp_path / "own" / "training.py"))
     assert ref.environment["PYTHONPATH"].split(":")[0] == str(tmp_path)
 

@@ -21,7 +21,6 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, cast
 
-import psutil
 import torch
 
 from hasten._torch_compat import LAZILY_IMPORTED_MODULES
@@ -78,12 +77,20 @@ def _serve(control: socket.socket) -> None:
         if code is None:
             with contextlib.suppress(OSError):
                 os.killpg(group, signal.SIGKILL)  # also ends suspended loader workers, which could not notice
-    # in groups of their own, such as the ranks of torchrun; each leaves its children
-    while orphans := psutil.Process().children():
-        for orphan in orphans:
+    while orphans := _children():  # in groups of their own, such as the ranks of torchrun; each leaves its children
+        for pid in orphans:
             with contextlib.suppress(OSError):
-                os.kill(orphan.pid, signal.SIGKILL)
-                os.waitpid(orphan.pid, 0)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    """The process IDs of the children of this process. Not by psutil, which reads files of other users' processes."""
+    try:
+        with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return []
 
 
 def _preload(modules: list[str]) -> str | None:

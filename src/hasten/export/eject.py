@@ -75,7 +75,10 @@ def eject(
     except Exception as error:
         raise explain_error(error, "building the run", loaded.batch_size or 0) from error
     _check_pipeline_workers(program.task, methods)
-    text = generate_script(function, loaded, program, methods, device)
+    try:
+        text = generate_script(function, loaded, program, methods, device)
+    except Exception as error:
+        raise explain_error(error, "writing the script", loaded.batch_size or 0) from error
     sources = _shorter_sources(loaded, methods)
     if not isinstance(program.run.optimizer, OptimizerList):
         sources[OptimizerList.__module__, "optimizer_and_schedule"] = _OPTIMIZER_AND_SCHEDULE

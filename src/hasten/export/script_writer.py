@@ -11,6 +11,7 @@ import inspect
 import json
 import keyword
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,10 @@ def _kind_of_data(data: Any) -> str:
 
 
 def _reads_graphs(program: Program) -> bool:
-    """Whether a batch is a graph of PyTorch Geometric, which only data with batches of their own give."""
-    if not (data_adapters.is_prebatched(program.task.train_data) and program.train.seekable):
+    """Whether the script passes graphs of PyTorch Geometric to the model; only ready batches can be graphs."""
+    has_ready_batches = data_adapters.is_prebatched(program.task.train_data) and program.train.seekable
+    calls_loss = program.task.loss is not None and program.task.step is None
+    if not (has_ready_batches and calls_loss and "torch_geometric" in sys.modules):
         return False
     return is_graph(data_adapters.first_batch(program.train, program.validation))
 

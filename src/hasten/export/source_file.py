@@ -183,7 +183,10 @@ class SourceFile:
         skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.ENCODING)
         text = re.sub(rb"[\x80-\xff]", b"x", self.content)  # one column a byte, as in the tree
         tokens = [one for one in tokenize.tokenize(io.BytesIO(text).readline) if one.type not in skipped]
-        index = [token.end for token in tokens].index((call.end_lineno or 0, call.end_col_offset or 0))
+        ends, end = [token.end for token in tokens], (call.end_lineno or 0, call.end_col_offset or 0)
+        if end not in ends:  # within an f-string of Python 3.11, which is one token
+            raise CannotEditError("the end of the call was not found")
+        index = ends.index(end)
         return tokens[index - 1], tokens[index]
 
     def line_of_assignment(self, line: int) -> int:

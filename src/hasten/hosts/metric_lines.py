@@ -176,7 +176,10 @@ def _number(match: re.Match[str], template: str, name: str, phase: str, average:
 
 def _last_digit(text: str) -> float:
     """The value of one in the last printed digit: 0.01 of "3.14", 1e-7 of "1.25e-05"; 0 of nan and inf."""
-    exponent = Decimal(text).as_tuple().exponent
+    try:
+        exponent = Decimal(text).as_tuple().exponent
+    except ArithmeticError:  # an exponent of 20 digits, as in a printed hash
+        return math.inf
     return float(f"1e{exponent}") if isinstance(exponent, int) else 0.0
 
 

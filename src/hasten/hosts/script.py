@@ -46,7 +46,10 @@ def script(
         raise ConfigurationError("the training itself calls hasten.script; call it under if __name__ == '__main__':")
     name, root, file = _place(training)
     function = training.__qualname__
-    argv = [sys.executable, "-c", f"from {name} import {function}; {function}()"]
+    call = (
+        f"from importlib import import_module; import_module({name!r}).{function}()"  # the name of a file may have a -
+    )
+    argv = [sys.executable, "-c", call]
     ref = ScriptRef.of_command(argv, metric, vary=vary)
     path = os.pathsep.join(filter(None, [str(root), ref.environment.get("PYTHONPATH")]))
     return replace(ref, name=training.__name__, file=str(file), environment={**ref.environment, "PYTHONPATH": path})

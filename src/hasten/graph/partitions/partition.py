@@ -8,7 +8,6 @@ are the fallback, and suffice where neighbors have ids near each other. A saved 
 import json
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from zlib import crc32
@@ -89,7 +88,7 @@ def partition_graph(
     if algorithm not in ("auto", "metis", "ranges"):
         raise ConfigurationError(f"algorithm must be auto, metis or ranges; got {algorithm!r}")
     if algorithm == "auto":
-        algorithm = "metis" if find_spec("pymetis") else "ranges"
+        algorithm = "metis" if _can_import_metis() else "ranges"
     if algorithm == "metis" and num_parts > 1:
         parts = _metis(indptr, indices, num_parts, seed)
         old_ids = torch.argsort(parts, stable=True)
@@ -221,6 +220,14 @@ def array_checksum(*arrays: Tensor) -> int:
         for chunk in array.split(CHECKSUM_CHUNK):
             checksum = crc32(chunk.numpy().astype("<i8", copy=False).tobytes(), checksum)
     return checksum
+
+
+def _can_import_metis() -> bool:
+    try:
+        import pymetis  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def _metis(indptr: Tensor, indices: Tensor, num_parts: int, seed: int) -> Tensor:

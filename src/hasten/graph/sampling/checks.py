@@ -79,7 +79,7 @@ def check_times(name: str, times: Tensor, indptr: Tensor) -> None:
 
 def check_fanouts(fanouts: Any, name: str = "num_neighbors") -> None:
     """ConfigurationError unless these are numbers of neighbors: integers from -1 (all), one for each hop."""
-    numbers: Any = fanouts if isinstance(fanouts, Sequence) else [None]
+    numbers: Any = fanouts if isinstance(fanouts, Sequence) and not isinstance(fanouts, str) else [None]
     if not all(_is_integer(number) and -1 <= number < 2**63 for number in numbers):
         expected = "a list of integers from -1 (all), one for each hop"
         raise ConfigurationError(f"{name} must be {expected}; got {fanouts!r:.80}")

@@ -28,9 +28,9 @@ def run_users_sitecustomize():
 
 
 class ImportFinder:
-    """Calls each function of ``watchers[name]`` with the module of that name once it is imported, and then is gone.
+    """Calls each function of ``watchers[name]`` with the module of that name whenever it has been executed.
 
-    It is not gone before: a package may ask for the spec only to see whether torch is installed.
+    Asking for a spec is not enough: a package may do so only to see whether torch is installed.
     """
 
     def __init__(self, watchers):
@@ -51,11 +51,7 @@ class ImportFinder:
         return None
 
     def imported(self, name, module):
-        """Calls the functions of a module, unless another spec has loaded it before."""
-        watchers = self.watchers.pop(name, ())
-        if not self.watchers and self in sys.meta_path:
-            sys.meta_path.remove(self)
-        for watch in watchers:
+        for watch in self.watchers[name]:
             watch(module)
 
 
@@ -80,6 +76,7 @@ class WatchingLoader:
 def start_session(torch):
     """Hands over to hasten. What goes wrong there is written to the session directory and changes nothing here."""
     directory = os.environ[SESSION]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, ImportFinder)]
     try:
         try:
             import hasten  # noqa: F401
