@@ -144,7 +144,7 @@ class RowReader:
     # ---- as files in a tar
 
     def samples(self, first: int, last: int) -> Iterator[list[tuple[str, dict[str, bytes]]]]:
-        """Yields the rows from ``first`` to ``last`` as (key, {ending: bytes}); only resized images are re-encoded."""
+        """Yields lists of (key, {ending: bytes}) of rows [``first``, ``last``); only resized images are re-encoded."""
         read = self._read_images if self.kind.name == "images" else self._read_shards
         for begin in range(first, last, self._sample_chunk):
             rows = numpy.arange(begin, min(begin + self._sample_chunk, last))

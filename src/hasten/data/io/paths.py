@@ -90,7 +90,7 @@ def file_signature(path: str) -> list:
 
 
 def check_unchanged(path: str, signature: list) -> None:
-    """Raises RunError if a file changed since its signature was taken, or is no longer readable."""
+    """Raises RunError if the size or the version of a file is no longer that in ``signature``, or it is unreadable."""
     try:
         is_same = _content_version(file_signature(path)) == _content_version(signature)
     except ConfigurationError as error:
