@@ -191,8 +191,8 @@ def collate_nested(
 
 
 def _are_unchanged(samples: list, lists: Sequence[list], expected: bool, path: Path) -> bool:
-    """Whether all samples are rows of one of ``lists``; CollateError if only some are, or if all are and it is not
-    ``expected``.
+    """Whether all samples are the very objects in one of ``lists``; CollateError unless all are where ``expected``, and
+    none where not.
     """
     if isinstance(samples[0], Number) and not expected:
         return False

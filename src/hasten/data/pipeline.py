@@ -213,7 +213,9 @@ class Pipeline:
         return replace(self, faults=BadRowPolicy(max_rows))
 
     def to(self, device: str | torch.device) -> Pipeline:
-        """Copies batches to a device such as "cpu" or "cuda:1"; to a GPU from pinned memory, during the step before."""
+        """Returns a pipeline that copies batches to a device such as "cpu" or "cuda:1"; to a GPU from pinned memory and
+        during the step before.
+        """
         if not isinstance(device, (str, torch.device)):
             raise ConfigurationError(f'to() expects a device name, as in .to("cuda:0"), not {device!r:.80}')
         try:

@@ -92,7 +92,7 @@ class BadRow(Exception):  # noqa: N818  # skipping it is no error
 
 
 class BadRowPolicy:
-    """Counts the bad rows of a pipeline, each row once, however often it is read."""
+    """Counts the bad rows of a pipeline, each once however often it is read, and refuses more than ``max_rows``."""
 
     def __init__(self, max_rows: int = 0) -> None:
         self.max_rows = max_rows  # how many rows may be skipped; 0 makes the first bad row an error

@@ -87,7 +87,7 @@ def better_storages(
 
 
 def limit_by_disk(rate: float, row_bytes: float, disk: float | None) -> float:
-    """Returns the lower of ``rate`` (rows/s of a core) and what ``disk`` bytes/s allow; None: no limit."""
+    """Returns the lower of ``rate``, in rows/s, and the rows/s that ``disk`` bytes/s allow; None: no limit."""
     return rate if disk is None else min(rate, disk / max(row_bytes, 1e-9))
 
 

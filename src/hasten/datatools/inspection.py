@@ -220,7 +220,7 @@ def _head(file: str, directory: Path) -> tuple[str, int]:
 
 
 def _complete_lines(lines: bytes) -> bytes:
-    """Cuts CSV text behind its last line break outside quotes (quotes count for MAX_QUOTED_BYTES at most)."""
+    """Returns CSV text up to its last line break outside quotes; a quoted string is taken to end within 1 MB."""
     last = end = lines.rfind(b"\n") + 1
     inside = lines.count(b'"', 0, end) % 2
     while inside and last - end < MAX_QUOTED_BYTES:

@@ -33,9 +33,9 @@ MIN_SIZE = (1, 1)  # pixels: decoding to this size verifies all of an image at t
 class RowReader:
     """Reads the rows of files of one format; skips and counts unreadable ones as far as allowed."""
 
-    kind: StorageFormat  # their format
-    where: str | list[str]  # the directory, or the files
-    files: list[str]  # the files
+    kind: StorageFormat  # format of the files
+    where: str | list[str]  # what is opened: the directory, a pattern, or the files
+    files: list[str]  # paths of all files
     target: str | None = None  # of a table, as in ``parquet``
     fill: float | None = None  # of a table, as in ``parquet``
     # the side of images in pixels, or (height, width); None keeps their size

@@ -82,7 +82,7 @@ def chunk_batch(batch: Batch, count: int) -> list[Batch]:
     total = batch_size(batch)
     count = max(1, min(count, total))
     if is_graph(batch) and count > 1:
-        advice = "leave out the method that cuts batches"
+        advice = "leave out the method that requires this"
         raise RunError(f"a graph cannot be cut into microbatches, because its nodes share their neighbors; {advice}")
     edges = [total * i // count for i in range(count + 1)]
 

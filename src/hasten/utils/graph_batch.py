@@ -122,7 +122,7 @@ def _fields(graph: Any, parameters: dict[str, bool]) -> Iterator[tuple[str, Any]
         if value is not None:
             yield name, value
         elif required:
-            fields = ", ".join(sorted(graph.keys()))
+            fields = ", ".join(sorted(graph.keys())) + "; add the field, or give the parameter a default"
             raise RunError(f"the model's forward requires {name}, but the graph has only {fields}")
 
 

@@ -41,7 +41,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restores what ``get_rng_state`` returned. GPUs that this machine does not have are ignored."""
+    """Sets the global generators to what ``get_rng_state`` returned; ignores GPUs that this machine does not have."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

@@ -252,7 +252,9 @@ def read_first(source: Source, faults: BadRowPolicy) -> tuple[Any, list[int]]:
 
 
 def read_padded(source: Source, rows: numpy.ndarray, like: Any, faults: BadRowPolicy) -> tuple[Any, list[BadRow]]:
-    """Reads rows as columns of shape (rows, ...) with zeros for the bad ones, and the bad rows."""
+    """Returns (columns as tensors of shape (rows, ...) with zeros for the bad rows, errors of the bad rows).
+    ConfigurationError if the shape or dtype of a row differs from that of the columns ``like``.
+    """
     columns, good, bad_rows = faults.readable(source, rows)
     if columns is not None:
         columns = _as_tensors(columns)

@@ -58,7 +58,7 @@ class CacheDirectory:
         self._partial, self._lock = directory / f"{key}.making", directory / f"{key}.lock"
 
     def open(self, fill: Callable[[Callable], tuple[list[int], dict]]) -> tuple[Any, list[int], dict]:
-        """Returns (memory-mapped columns, indices of the columns that are lists of rows, bad rows).
+        """Returns (memory-mapped columns, indices of the columns that are lists of rows, {bad row: (where, why)}).
 
         If the cache does not exist, ``fill(write) -> (lists, bad rows)`` creates it by ``write(columns)`` of all rows
         in order. RunError if the disk is full or not writable.

@@ -55,7 +55,7 @@ def images(
 
 
 class Images(Source):
-    """Image files; ``classes`` are the class names in the order of their indices, empty without labels."""
+    """A data source over image files; ``classes`` are the names of directories by class index, or else empty."""
 
     def __init__(self, paths: Any, resize: Any = None, labels: Any = "directory", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels

@@ -135,7 +135,7 @@ class Table(Source):
 
     @cached_property
     def classes(self) -> list[str] | None:
-        """The values of a text target in the order of their indices; None for a numeric target."""
+        """The values of a text target by class index, read from all files unless given; None for a numeric target."""
         if not self._layout.has_classes or self._given_classes is not None:
             return self._given_classes
         words: set[str | None] = set()

@@ -125,7 +125,7 @@ class Records(IndexedFiles):
 
 
 class Examples(Records, Source):
-    """Records that are ``tf.train.Example`` messages."""
+    """A data source over TFRecord files of ``tf.train.Example`` messages; its arguments are those of ``tfrecord``."""
 
     def __init__(self, paths: list[str], features: Any = None, target: str | None = None, verify: bool = True) -> None:
         super().__init__(paths, verify)

@@ -197,7 +197,9 @@ def _index_shard(content: memoryview, path: str, tell: ReportBytes) -> tuple[Cac
 
 
 def _members_with_keys(content: memoryview, path: str, tell: ReportBytes) -> Iterator[tuple[str, str, str, int, int]]:
-    """Yields (key of the sample, name, extension, begin, end) of files, without metadata and hidden ones."""
+    """Yields (key of the sample, name, extension, first byte, end) of files, without metadata and hidden ones;
+    ConfigurationError for a path that leaves the archive.
+    """
     for index, (name, begin, end) in enumerate(members(content)):
         if index % MEMBERS_PER_REPORT == 0:
             tell(begin)

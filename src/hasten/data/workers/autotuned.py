@@ -107,7 +107,7 @@ class AutotunedRunner:
             if cache is None:
                 cache = cached(source, maps, where, self._gigabytes(where), None, None)
                 if not is_repeatable(source, maps):
-                    raise ConfigurationError("the samples are random: reading them twice gives different values")
+                    raise ConfigurationError("the samples are random or cannot be read: two reads do not give the same")
             cache.prepare(self.bulk_runner(), faults)
         except (ConfigurationError, RunError) as error:
             warnings.warn(f"the samples are not cached ({where}): {error}", HastenWarning, stacklevel=2)
