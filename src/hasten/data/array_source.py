@@ -54,8 +54,7 @@ class Arrays(Source):
         columns = map_columns(_to_tensor, self.args)
         length, *others = sorted({len(column) for column in column_leaves(columns)})
         if others:
-            lengths = ", ".join(map(str, (length, *others)))
-            raise ConfigurationError(f"the arrays have unequal lengths: {lengths}")
+            raise ConfigurationError(f"the arrays have unequal lengths: {', '.join(map(str, (length, *others)))}")
         self.signatures, self.columns, self.length = signatures, columns, length
 
     def _signatures(self) -> list[list | None]:
