@@ -201,7 +201,7 @@ def test_invalid_request_is_refused(tmp_path):
     written(tmp_path / "a.tfrecord")
     with pytest.raises(ConfigurationError, match="did you mean label"):
         tfrecord(tmp_path, target="labl")
-    with pytest.raises(ConfigurationError, match="nothing is left to predict it from"):
+    with pytest.raises(ConfigurationError, match="an input feature is needed"):
         tfrecord(tmp_path, features=["label"], target="label")
 
 

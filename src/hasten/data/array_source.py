@@ -73,7 +73,7 @@ class Arrays(Source):
 
 
 class DeviceArrays(WrappedSource):
-    """The rows of ``Arrays``, on a device, to which they are copied at the first read."""
+    """The rows of ``Arrays``, on a device, to which all are copied at the first read and after files have changed."""
 
     def __init__(self, source: Arrays, device: torch.device) -> None:
         super().__init__(source)
@@ -124,8 +124,8 @@ def _to_tensor(column: Any) -> torch.Tensor:
 
 
 def from_numpy_array(array: numpy.ndarray) -> torch.Tensor:
-    """Returns the array as a tensor to read from, without a copy if possible; ConfigurationError if torch lacks the
-    dtype.
+    """Returns the array as a tensor to read from, without a copy if possible; ConfigurationError for Python objects,
+    and for a dtype that torch lacks.
     """
     if array.dtype.hasobject:
         raise ConfigurationError("an array of Python objects cannot be read without executing code; store numbers")

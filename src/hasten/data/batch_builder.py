@@ -28,29 +28,29 @@ Path = tuple[Any, ...]  # keys and indices that lead to a part of a sample
 
 @dataclass(frozen=True)
 class Map:
-    """A function that is applied to every sample or batch; ``stage`` counts the maps that take ``rng``, None for
-    others.
-    """
+    """A function that is applied to every sample or batch."""
 
     function: Callable
-    stage: int | None = None
+    stage: int | None = None  # index among the maps that take ``rng``; None if this one does not
 
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Builds the batches of one epoch: ``index -> (batch, rows that were skipped)``."""
+    """Builds the batches of one epoch: ``index -> (batch, errors of its skipped rows)``. RunError if no row of a batch
+    can be read, or more rows of it are bad than may be skipped.
+    """
 
     source: Source
     rows: Callable[[int], numpy.ndarray]  # index of a batch -> row indices of the global batch
     size: int  # rows of a global batch, over all shards
-    seed: int
+    seed: int  # of random numbers, with the epoch and the position in it
     epoch: int
-    sample_maps: tuple[Map, ...]
-    batch_maps: tuple[Map, ...]
-    collate: Callable[[list], Any] | None
-    num_shards: int  # number of equal parts into which each global batch is split
+    sample_maps: tuple[Map, ...]  # applied to every sample before collate, in order
+    batch_maps: tuple[Map, ...]  # applied to every batch, in order
+    collate: Callable[[list], Any] | None  # ``(list of samples) -> batch``; None: ``collate_nested``
+    num_shards: int  # number of nearly equal parts into which each global batch is split
     shard_index: int  # the part that is built here
-    faults: BadRowPolicy
+    faults: BadRowPolicy  # which rows may be skipped
     # whether the global generators of torch, NumPy and Python are seeded for each batch; False in threads, which share
     # them
     seeded: bool
@@ -62,7 +62,7 @@ class BatchBuilder:
             if bad:
                 positions = positions[numpy.isin(shard, rows)]
             if not len(rows):
-                raise RunError(f"batch {index} of the epoch has no good row; the first bad one is {bad[0]}")
+                raise RunError(f"batch {index} of the epoch has no good row; repair this one: {bad[0]}")
             batch = self._collate(columns, positions) if self.sample_maps or self.collate else columns
             for stage in self.batch_maps:
                 if stage.stage is None:
@@ -163,7 +163,7 @@ def collate_nested(
 
     A row of a list column (rows of different lengths, images of any size) that the maps return unchanged is in a list
     again, whatever it holds. ``lists`` are the list columns before the maps, ``passthrough`` the paths at which the
-    maps return their rows unchanged, ``path`` is where these samples are inside the whole ones.
+    maps return their rows unchanged, ``path`` leads to these samples in those of the pipeline.
 
     Raises:
         CollateError: Shapes or names differ, a value fits into no tensor, or the maps return only some rows unchanged.
@@ -191,8 +191,8 @@ def collate_nested(
 
 
 def _are_unchanged(samples: list, lists: Sequence[list], expected: bool, path: Path) -> bool:
-    """Whether all samples are rows of one of ``lists``; CollateError if only some are, or if all are and it is not
-    ``expected``.
+    """Whether all samples are the very objects in one of ``lists``; CollateError unless all are where ``expected``, and
+    none where not.
     """
     if isinstance(samples[0], Number) and not expected:
         return False

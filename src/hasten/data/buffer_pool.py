@@ -23,7 +23,9 @@ _scratch = threading.local()
 
 
 def acquire(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns an uninitialized CPU tensor, in reused memory if the pool has a free block."""
+    """Returns an uninitialized CPU tensor, in reused memory if the pool has a free block; it returns there by itself
+    when nothing refers to it any more.
+    """
     needed = math.prod(shape) * dtype.itemsize
     if needed < MIN_POOLED_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -38,7 +40,7 @@ def acquire(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def thread_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns an uninitialized tensor in memory that this thread reuses for every call with the same name. For
+    """Returns an uninitialized CPU tensor in memory that this thread's next call with the same name overwrites. For
     temporary results that the caller does not return or store. It takes a tenth of the time of ``acquire``.
     """
     buffers, needed = _scratch.__dict__, math.prod(shape) * dtype.itemsize
@@ -48,8 +50,8 @@ def thread_scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tor
 
 
 def _release(size: int, block: numpy.ndarray) -> None:
-    """Returns a block to the pool. Garbage collection calls this in any thread, even inside another call of it. So
-    every statement is safe alone, and at worst a block is lost.
+    """Returns a block to the pool, and drops the oldest ones above its limits. Garbage collection calls this in any
+    thread, even inside another call, so every statement is safe by itself, and at worst a block is lost.
     """
     blocks = _free.pop(size, None) or deque(maxlen=MAX_BLOCKS_PER_SIZE)
     blocks.append(block)

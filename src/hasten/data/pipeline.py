@@ -41,38 +41,38 @@ MAX_WORKERS, MAX_PREFETCH = 256, 1024  # more gain nothing and exhaust processes
 
 @dataclass
 class Position:
-    """Where a pipeline stands: the epoch, and how many of its rows were returned."""
+    """Where the iteration of a pipeline stands; pipelines derived by ``to``, ``shard`` and the like share it."""
 
-    epoch: int = 0
-    position: int = 0
+    epoch: int = 0  # the current epoch; after a complete iteration the next one
+    position: int = 0  # rows of this epoch that were returned so far, over all shards
     begun: bool = False  # iteration has begun in this epoch; the next iteration is the next epoch
     draws_nothing: bool = False  # the user's functions were checked not to draw from the global generators
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """Rows, their order, and the functions applied to them. Every method returns a new pipeline.
+    """Rows, their order, and the functions applied to them. ``map``, ``batch`` and the like return a new pipeline.
 
     One iteration is one epoch; the next iteration is the next epoch in its own order, even if the first was not
     finished. Methods that do not change the batches (``prefetch``, ``shard``, ``skip_bad_rows``, ``to``) return a
     pipeline that shares the position, so ``for batch in train.to(device)`` advances it; the others start at epoch 0.
     """
 
-    source: Source
-    batch_size: int | None = None
-    seed: int = 0
-    shuffled: bool = False
-    window: int | None = None
-    drop_last: bool = False
-    sample_maps: tuple[Map, ...] = ()
-    batch_maps: tuple[Map, ...] = ()
-    collate_fn: Callable[[list], Any] | None = None
-    runner: runners.Runner = field(default_factory=runners.InlineRunner)
-    num_shards: int = 1
-    shard_index: int = 0
-    device: torch.device | None = None
-    faults: BadRowPolicy = field(default_factory=BadRowPolicy)
-    position: Position = field(default_factory=Position, repr=False)
+    source: Source  # reads the rows
+    batch_size: int | None = None  # rows of a batch over all shards; None before ``batch``
+    seed: int = 0  # of the order and of the functions that draw random numbers
+    shuffled: bool = False  # whether each epoch has a new random order
+    window: int | None = None  # number of chunks that are mixed at a time; None mixes all rows
+    drop_last: bool = False  # whether a shorter last batch of an epoch is left out
+    sample_maps: tuple[Map, ...] = ()  # applied to every sample, in order
+    batch_maps: tuple[Map, ...] = ()  # applied to every batch, in order
+    collate_fn: Callable[[list], Any] | None = None  # ``(list of samples) -> batch``; None: ``collate_nested``
+    runner: runners.Runner = field(default_factory=runners.InlineRunner)  # computes batches, perhaps in workers
+    num_shards: int = 1  # parts into which each batch is divided
+    shard_index: int = 0  # the part that this pipeline returns
+    device: torch.device | None = None  # to which batches are copied; None leaves them where they are
+    faults: BadRowPolicy = field(default_factory=BadRowPolicy)  # counts skipped rows
+    position: Position = field(default_factory=Position, repr=False)  # where iteration stands
 
     # ---- description
 
@@ -200,7 +200,7 @@ class Pipeline:
         return replace(self, runner=runners.runner_of(workers, timeout))
 
     def shard(self, num_shards: int, index: int) -> Pipeline:
-        """Part ``index``, from 0, of ``num_shards`` of every batch; all in order are the batch without shards."""
+        """Returns part ``index``, from 0, of ``num_shards`` parts of every batch, whose rows in order are the batch."""
         at_least("shard(num_shards)", num_shards, 1)
         at_least("shard(index)", index, 0)
         if index >= num_shards:
@@ -208,12 +208,14 @@ class Pipeline:
         return replace(self, num_shards=num_shards, shard_index=index)
 
     def skip_bad_rows(self, max_rows: int) -> Pipeline:
-        """Skips up to ``max_rows`` rows that cannot be read; ``faults.found`` lists them."""
+        """Skips up to ``max_rows`` different rows, over all epochs, that cannot be read; ``faults.found`` has them."""
         at_least("skip_bad_rows(max_rows)", max_rows, 0)
         return replace(self, faults=BadRowPolicy(max_rows))
 
     def to(self, device: str | torch.device) -> Pipeline:
-        """Copies batches to a device such as "cpu" or "cuda:1"; to a GPU from pinned memory, during the step before."""
+        """Returns a pipeline that copies batches to a device such as "cpu" or "cuda:1"; to a GPU from pinned memory and
+        during the step before.
+        """
         if not isinstance(device, (str, torch.device)):
             raise ConfigurationError(f'to() expects a device name, as in .to("cuda:0"), not {device!r:.80}')
         try:
@@ -246,8 +248,8 @@ class Pipeline:
         return {"seed": self.seed, "epoch": self.position.epoch, "position": self.position.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Makes the next iteration continue at the position of a ``state_dict``; ConfigurationError for another seed,
-        or if no batch begins there.
+        """Makes the next iteration continue at the position of a ``state_dict``. ConfigurationError if ``state`` is no
+        such dict, belongs to another seed, or no batch begins at its position.
         """
         keys = ("seed", "epoch", "position")
         if not isinstance(state, Mapping):
@@ -261,7 +263,7 @@ class Pipeline:
             raise ConfigurationError(f"this state belongs to seed {seed}, and the pipeline has {own}")
         at_least("epoch of the state", epoch, 0)
         if position > len(self.source):
-            problem = f"and the data have only {len(self.source)} rows"
+            problem = f"and the data have only {len(self.source)} rows; use the data with which it was saved"
             raise ConfigurationError(f"this state begins at row {position} of an epoch, {problem}")
         self._batch_sampler().index_at(position)
         self._seek(epoch, position)
@@ -355,7 +357,9 @@ class Pipeline:
         )
 
     def _on_device(self, training: bool) -> tuple[int, Callable[[torch.device], BatchSource]] | None:
-        """``on_device`` of the BatchSource: for arrays in memory, with transforms that run on any device."""
+        """Returns ``on_device`` of the BatchSource: (bytes of the arrays, device -> BatchSource that computes there).
+        None unless the rows are arrays in memory, with transforms that run on any device.
+        """
         source, maps = self.source, self.batch_maps
         if not isinstance(source, Arrays) or self.sample_maps or self.collate_fn or self.faults.max_rows:
             return None
@@ -370,7 +374,9 @@ class Pipeline:
         return sum(column.nbytes for column in columns), on_device
 
     def _checked_for_draws(self, build: BatchBuilder, index: int, batches: Iterator) -> Iterator:
-        """Yields the batches, which threads compute, after checking on one that no user function draws numbers."""
+        """Yields ``batches`` after building batch ``index`` in a thread: ConfigurationError if a function of the user
+        draws from the global generators meanwhile.
+        """
         thread = runners.ThreadRunner(WorkerConfig(threads=1), self.runner.timeout)
         if any(thread(build.draws, range(index, index + 1))):
             names = " or ".join(getattr(thing, "__name__", type(thing).__name__) for thing in self._user_code())
@@ -381,14 +387,14 @@ class Pipeline:
         yield from batches
 
     def _recorded(self, batches: Iterator) -> Iterator:
-        """Yields the batches, and records the bad rows that were skipped for each in ``faults``."""
+        """Yields the batches of (batch, its skipped rows) pairs and counts the rows; RunError if there are too many."""
         for batch, bad in batches:
             self.faults.record(*bad)
             yield batch
             del batch
 
     def _restarted(self, **changes: Any) -> Pipeline:
-        """Returns a copy with changed fields, whose position is the start of epoch 0."""
+        """Returns a copy with changed fields, at epoch 0, with a new autotuner unless ``changes`` has a ``runner``."""
         reset = getattr(self.runner, "reset", None)
         return replace(self, position=Position(), **({"runner": reset() if reset else self.runner} | changes))
 

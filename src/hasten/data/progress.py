@@ -13,7 +13,9 @@ PROGRESS_INTERVAL_S, FIRST_PROGRESS_S = 30.0, 3.0
 def rate_reporter(
     what: str, total: int, unit: str = "rows/s", size: float = 1, on_progress: ProgressCallback | None = None
 ) -> Callable[[int], None]:
-    """Returns ``report(done)``, which reports the rate, in ``unit`` of ``size``, and the time left of ``total``."""
+    """Returns ``report(done)``, which passes ``what`` with the mean rate (``done`` / ``size`` per second, in ``unit``),
+    the fraction of ``total`` that is done and the seconds left to ``on_progress``; None: a ProgressWarning.
+    """
     callback, start = on_progress or progress_warner(), perf_counter()
 
     def report(done: int) -> None:
@@ -26,7 +28,7 @@ def rate_reporter(
 
 
 def progress_warner() -> ProgressCallback:
-    """Returns a progress callback that reports by a ProgressWarning every 30 s, first after 3 s."""
+    """Returns a progress callback that issues a ProgressWarning, at most every 30 s and first after 3 s."""
     last = perf_counter() - PROGRESS_INTERVAL_S + FIRST_PROGRESS_S
 
     def on_progress(what: str, done: float, seconds_left: float | None = None) -> None:

@@ -72,7 +72,7 @@ class SampleRng:
 
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
-    """Seeds the global generators of torch, NumPy and Python with ``seed`` for the block, and restores them after it.
+    """Context manager: seeds the global CPU generators of torch, NumPy and Python for the block, then restores them.
 
     NumPy's generator is replaced instead of saved, because saving takes longer than some batches.
     """

@@ -21,12 +21,12 @@ MAX_PERMUTED_ROWS = 1 << 29  # 2 GB of row indices
 
 @dataclass(frozen=True)
 class DeterministicBatchSampler:
-    """The order of ``rows`` rows in batches of ``batch_size``."""
+    """The rows of each batch, as a function of (seed, epoch, index of the batch)."""
 
-    rows: int
-    batch_size: int
+    rows: int  # rows of an epoch
+    batch_size: int  # rows of a batch
     seed: int | None = None  # seed of the shuffle; None keeps the order of the rows
-    drop_last: bool = False
+    drop_last: bool = False  # whether a shorter last batch is left out
     window: int | None = None  # number of chunks that are mixed at a time; None mixes all rows
     # first row of every chunk, and the end: int64, shape (chunks + 1,). Required with a window.
     chunk_offsets: numpy.ndarray | None = field(default=None, compare=False, repr=False)
@@ -68,7 +68,7 @@ class DeterministicBatchSampler:
 
 
 def _shuffle_in_windows(seed: int, offsets: numpy.ndarray, window: int) -> Callable[[int, int], numpy.ndarray]:
-    """``(first, last) -> row indices`` with chunks mixed ``window`` at a time; holds only the windows in use."""
+    """Returns ``(first, last) -> row indices`` with chunks mixed ``window`` at a time; caches the last 4 windows."""
     chunks = _permutation(seed, len(offsets) - 1)
     ends = numpy.cumsum(numpy.diff(offsets)[chunks])[window - 1 :: window]  # of all full windows
     begins = numpy.concatenate([[0], ends[: -(-len(chunks) // window) - 1]])
@@ -94,6 +94,6 @@ def _shuffle_in_windows(seed: int, offsets: numpy.ndarray, window: int) -> Calla
 
 
 def _permutation(seed: int, count: int) -> numpy.ndarray:
-    """Returns the integers below ``count`` in random order."""
+    """Returns the integers below ``count`` in random order: int32, or int64 from 2**31 on."""
     dtype = torch.int32 if count < 1 << 31 else torch.int64
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=dtype).numpy()

@@ -92,15 +92,15 @@ class BadRow(Exception):  # noqa: N818  # skipping it is no error
 
 
 class BadRowPolicy:
-    """Counts the bad rows of a pipeline, each row once, however often it is read."""
+    """Counts the bad rows of a pipeline, each once however often it is read, and refuses more than ``max_rows``."""
 
     def __init__(self, max_rows: int = 0) -> None:
         self.max_rows = max_rows  # how many rows may be skipped; 0 makes the first bad row an error
         self.found: dict[int, BadRow] = {}  # index of a skipped row -> its error
 
     def readable(self, source: Source, rows: numpy.ndarray) -> tuple[Any, numpy.ndarray, list[BadRow]]:
-        """Returns (columns of the readable rows, None if there are none; their indices; errors of the bad rows).
-        RunError if more than ``max_rows`` of these rows are bad.
+        """Returns (columns of the readable rows, None if there are none; indices of these rows; errors of the bad
+        rows), without counting them. RunError if more than ``max_rows`` of the given rows are bad.
         """
         bad: list[BadRow] = []
         if self.found:  # do not read known bad rows: each error would make the good rows be read once more
@@ -138,7 +138,7 @@ class BadRowPolicy:
             how = ".skip_bad_rows(max_rows=10) in the pipeline, or --max-bad-rows 10 with hasten train and hasten data"
             return RunError(f"{fault}; repair it, or allow bad rows to be skipped: {how}")
         limit = f"it is bad row number {self.max_rows + 1}, and max_rows={self.max_rows} may be skipped"
-        return RunError(f"{fault}; {limit}")
+        return RunError(f"{fault}; {limit}; repair it, or allow more")
 
 
 def refuse_bad(rows: numpy.ndarray, bad: Mapping[int, tuple[str, str]]) -> None:
@@ -149,7 +149,7 @@ def refuse_bad(rows: numpy.ndarray, bad: Mapping[int, tuple[str, str]]) -> None:
 
 
 def split_target(columns: dict, target: str | None) -> Any:
-    """Returns named columns as they are, or, with a target, the tuple (other columns in order, target)."""
+    """Returns ``columns``; with a target, which it removes from them, the tuple (other columns in order, target)."""
     if target is None:
         return columns
     last = columns.pop(target)

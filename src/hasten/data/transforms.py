@@ -23,12 +23,15 @@ from hasten.utils.batch import copy_to_device
 
 
 def random_horizontal_flip() -> Callable:
-    """Flips each image left to right with probability 1/2: any dtype, shape (rows, ..., height, width)."""
+    """Returns a map that flips each image of a batch left to right with probability 1/2: any dtype, shape (rows, ...,
+    height, width).
+    """
     return _random_flip
 
 
 def random_crop(padding: int, mirror: bool = False) -> Callable:
-    """Shifts each image by up to ``padding`` pixels vertically and horizontally; zeros enter at the border.
+    """Returns a map that shifts each image of a batch by up to ``padding`` pixels in both directions, with zeros beyond
+    the border.
 
     Same as padding with zeros and cropping a window of the original size: any dtype, shape (rows, ..., height, width).
 
@@ -45,7 +48,7 @@ def random_crop(padding: int, mirror: bool = False) -> Callable:
 
 
 def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Callable:
-    """Returns ``(value - mean) / std`` as float32; integers (uint8) are first divided by 255.
+    """Returns a map from images to ``(value - mean) / std`` as float32; integers (uint8) are first divided by 255.
 
     Args:
         mean: One number, or one for each channel (dimension 1).
@@ -89,7 +92,7 @@ def _random_crop(batch: Any, rng: SampleRng, *, padding: int, mirror: bool) -> A
 def _normalize(batch: Any, *, means: tuple[float, ...], stds: tuple[float, ...]) -> Any:
     images = images_of(batch)
     if len(means) not in (1, images.shape[1]):
-        shape = f"{images.shape[1]} channels: shape {list(images.shape)}"
+        shape = f"{images.shape[1]} channels: shape {list(images.shape)}; pass a mean and std for each, or one for all"
         raise ConfigurationError(f"normalize() has {len(means)} means, and the images have {shape}")
     floats = (
         acquire(images.shape, torch.float32).copy_(images) if images.is_cpu else images.to(torch.float32, copy=True)
@@ -131,7 +134,7 @@ def flip_on_device(images: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(images: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-    """Returns images of which each is read ``shifts`` values later in memory than it begins."""
+    """Returns images of which each is read ``shifts`` (int64, shape (rows,)) values later in memory than it begins."""
     moved, size = acquire(images.shape, images.dtype), images[0].numel()
     last = (len(images) - 1) * size
     begins = torch.arange(0, last + 1, size) + shifts

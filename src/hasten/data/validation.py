@@ -42,13 +42,13 @@ def check_int(name: str, value: Any) -> int:
 def check_name(argument: str, value: Any) -> str | None:
     """Returns ``value``, a string or None; for others ConfigurationError, which begins with ``argument``."""
     if value is not None and not isinstance(value, str):
-        raise ConfigurationError(f"{argument} must be one name, not {value!r:.80}")
+        raise ConfigurationError(f"{argument} must be a string, the name of one column or feature, not {value!r:.80}")
     return value
 
 
 def check_names(argument: str, value: Iterable[str]) -> list[str]:
-    """Returns several names, in order. ConfigurationError for a single string, an unordered set, a dict (whose values
-    would be lost), nothing, and a name given twice.
+    """Returns ``value`` as a list of names, in order. ConfigurationError for a single string, an unordered set, a dict
+    (whose values would be lost), no name, one that is no string, and a name given twice.
     """
     if isinstance(value, str):
         raise ConfigurationError(f"{argument} must be a list of names, as in {argument}[{value!r}]")

@@ -87,12 +87,12 @@ def better_storages(
 
 
 def limit_by_disk(rate: float, row_bytes: float, disk: float | None) -> float:
-    """Returns the lower of ``rate`` (rows/s of a core) and what ``disk`` bytes/s allow; None: no limit."""
+    """Returns the lower of ``rate``, in rows/s, and the rows/s that ``disk`` bytes/s allow; None: no limit."""
     return rate if disk is None else min(rate, disk / max(row_bytes, 1e-9))
 
 
 def side_of(resize: int | tuple[int, int] | None) -> int | None:
-    """Returns the side in pixels for ``--resize``, from a side or (height, width); None: no resizing."""
+    """Returns the side in pixels for ``--resize``; None for no resizing, and for the images' own (height, width)."""
     return resize if isinstance(resize, int) else None
 
 
@@ -125,7 +125,7 @@ def _try_format(sample: RowReader, to: str, directory: Path, seconds: float) -> 
 
 @contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """A temporary directory for samples; also removes those that killed processes have left."""
+    """Context manager: a directory for samples, removed at its end; also removes those that killed processes left."""
     base = default_directory() / "samples"
     name = f"{os.getpid()}-{token_hex(4)}"
     lock, directory = base / f"{name}.lock", base / f"{name}.making"

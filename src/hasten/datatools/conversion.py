@@ -74,8 +74,9 @@ def convert(
         on_progress: Progress callback.
 
     Returns:
-        "out", "to", "rows", "skipped_rows" (number), "skipped_files" (number), "files", "bytes", "bytes_before",
-        "digest" (of the content that was read back), "classes" (class names in the order of their indices, also in
+        "path", "out", "from" and "to" (formats), "resize", "rows", "skipped_rows" (number), "skipped_files" (number),
+        "files" (names), "bytes" and "bytes_before" (of the output and of the original), "digest" (of the content that
+        was read back), "verified" (True), "classes" (class names in the order of their indices, also in
         ``conversion.json``; None if there are none), "others" (number of files of other formats at the path, by
         format), "seconds", "written" (rows of this call), and "open" (code that opens the output).
 
@@ -246,7 +247,8 @@ def _hash(text: str) -> str:
 @contextmanager
 def _lock_output(directory: Path, settings: dict) -> Iterator[dict]:
     """Locks the output directory and yields its manifest. The lock is ``flock`` on the directory itself: a lock file
-    would stay among the files. ConfigurationError if the directory cannot be written to or is not of this conversion.
+    would stay among the files. ConfigurationError if another process holds it, the directory cannot be written to, or
+    it contains anything but this conversion.
     """
     with writable(directory):
         directory.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,9 @@ def count_by_title(formats: list[tuple[StorageFormat, list[str]]]) -> dict[str, 
 
 
 def class_names(source: Source, files: list[str]) -> list[str] | None:
-    """Returns class names in the order of their indices, from the source or from a conversion beside its files."""
+    """Returns class names in the order of their indices, from the source or else from ``conversion.json`` beside its
+    files; None if there are none.
+    """
     stored = load_manifest(os.path.dirname(files[0])).get("classes")
     return getattr(source, "classes", None) or ([str(name) for name in stored] if isinstance(stored, list) else None)
 
@@ -114,7 +116,8 @@ def open_pipeline(
     fill: float | None = None,
     resize: int | tuple[int, int] | None = None,
 ) -> Pipeline:
-    """Opens the pipeline that reads files of a format. Of a table, only the run that was read last stays in memory.
+    """Opens the pipeline that reads files of a format. Of Parquet and Feather, only the chunk (row group, record batch)
+    that was read last stays in memory.
 
     ``where`` is a directory, a file, a pattern or a list of files; ``target`` and ``fill`` are those of ``parquet``,
     for a table; ``resize`` is that of ``images``. ConfigurationError if the files cannot be opened, or have no columns
@@ -136,7 +139,9 @@ def open_pipeline(
 
 
 def flatten_columns(columns: Any, kind: StorageFormat, target: str | None = None) -> dict[str, Any]:
-    """Flattens nested columns to one name each: ``{"address.street": ...}``."""
+    """Returns nested columns as one dict: those of a dict as ``{"address.street": ...}``, those of a tuple as "images"
+    and "labels", or as "inputs" and the target (None: "targets").
+    """
     if isinstance(columns, Mapping):
         flat = {}
         for name, column in columns.items():

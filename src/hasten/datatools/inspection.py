@@ -138,7 +138,9 @@ def inspect(
 def _add_advice(
     result: dict, reader: RowReader, rates: list[float], left: float, budget: float, on_progress: ProgressCallback
 ) -> None:
-    """Adds "limit" (slowest stage) and "storages" (faster formats) to ``result``; ``left``: seconds to spend."""
+    """Sets "limit", "passes" and "storages" of ``result``. ``rates`` are measurements of rows/s into batches; ``left``
+    and ``budget`` seconds, left and in all.
+    """
     speed, rows, row_bytes = result["speed"], result["rows"], result["bytes"] / result["rows"]
     is_local = speed["network"] is None
     bandwidth = None if result["in_memory"] else speed["disk"] or speed["network"]
@@ -155,7 +157,9 @@ def _add_advice(
 
 
 def _with_common_size(reader: RowReader) -> RowReader:
-    """The reader with images of one size, as batches require: their own if all share it, else a square."""
+    """The reader with images of one size, as batches require: their own if all probed images share it and it is at most
+    256 pixels high and wide, else squares of 256 pixels.
+    """
     if reader.kind.name not in ("images", "webdataset") or not reader.rows:
         return reader
     rows = numpy.unique(numpy.linspace(0, reader.rows - 1, PROBED_IMAGES).astype(numpy.int64))
@@ -216,7 +220,7 @@ def _head(file: str, directory: Path) -> tuple[str, int]:
 
 
 def _complete_lines(lines: bytes) -> bytes:
-    """Cuts CSV text behind its last line break outside quotes (quotes count for MAX_QUOTED_BYTES at most)."""
+    """Returns CSV text up to its last line break outside quotes; a quoted string is taken to end within 1 MB."""
     last = end = lines.rfind(b"\n") + 1
     inside = lines.count(b'"', 0, end) % 2
     while inside and last - end < MAX_QUOTED_BYTES:

@@ -33,9 +33,9 @@ MIN_SIZE = (1, 1)  # pixels: decoding to this size verifies all of an image at t
 class RowReader:
     """Reads the rows of files of one format; skips and counts unreadable ones as far as allowed."""
 
-    kind: StorageFormat  # their format
-    where: str | list[str]  # the directory, or the files
-    files: list[str]  # the files
+    kind: StorageFormat  # format of the files
+    where: str | list[str]  # what is opened: the directory, a pattern, or the files
+    files: list[str]  # paths of all files
     target: str | None = None  # of a table, as in ``parquet``
     fill: float | None = None  # of a table, as in ``parquet``
     # the side of images in pixels, or (height, width); None keeps their size
@@ -144,7 +144,7 @@ class RowReader:
     # ---- as files in a tar
 
     def samples(self, first: int, last: int) -> Iterator[list[tuple[str, dict[str, bytes]]]]:
-        """Yields the rows from ``first`` to ``last`` as (key, {ending: bytes}); only resized images are re-encoded."""
+        """Yields lists of (key, {ending: bytes}) of rows [``first``, ``last``); only resized images are re-encoded."""
         read = self._read_images if self.kind.name == "images" else self._read_shards
         for begin in range(first, last, self._sample_chunk):
             rows = numpy.arange(begin, min(begin + self._sample_chunk, last))

@@ -35,7 +35,9 @@ OVERTIME = 1.5  # times the time: if all would take longer, only one is made
 
 
 def read_rates(files: list[str], seconds: float = 2.0) -> dict[str, list[float] | None]:
-    """Measures bytes/s of "disk" and "page_cache", or of "network"; those that do not exist are None."""
+    """Returns {"disk", "page_cache", "network": measurements in bytes/s, None where these files have no such stage},
+    each in up to ``seconds``. Drops local files from the page cache first.
+    """
     if is_remote(files[0]):
         return {"disk": None, "page_cache": None, "network": _bytes_per_second(files, seconds)}
     _drop_page_cache(files)
@@ -43,7 +45,9 @@ def read_rates(files: list[str], seconds: float = 2.0) -> dict[str, list[float] 
 
 
 def repeated_stage_rates(reader: RowReader, seconds: float) -> dict[str, list[float] | None]:
-    """Repeats ``stage_rates`` within ``seconds``; measures once if repeating would take much longer."""
+    """Returns the measurements of each stage of ``stage_rates``, in rows/s, None if it has none: three within about
+    ``seconds``, or a single one if three would take much longer.
+    """
     start = time.perf_counter()
     with warnings.catch_warnings(action="ignore", category=HastenWarning):  # about decoding whole runs for a few rows
         results = [stage_rates(reader, seconds / REPEATS)]
@@ -142,7 +146,7 @@ def _read_blocks(files: list[str], buffer: bytearray) -> Iterator[int]:
 
 
 def _drop_page_cache(files: list[str]) -> None:
-    """Drops the first files from the page cache."""
+    """Drops the first files, about 64 MB, from the page cache."""
     size = 0
     for file in files:
         with suppress(ConfigurationError), open_file(file) as content:

@@ -65,7 +65,7 @@ class FilePerPart:
     """Writer of one file for each part; formats differ in two functions.
 
     ``write`` and ``read_back`` (of the part written last) return the hash of the content, not of the file. ``finish``
-    gives all parts their final names and returns ``{"files": names}`` and what else a reader requires.
+    gives all parts their final names and returns ``{"files": names}``.
     """
 
     plan: ShardPlan  # what is written, and where
@@ -101,14 +101,16 @@ class FilePerPart:
 
 
 def write_feather(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes rows [``first``, ``last``) as Feather, uncompressed so that readers can map it into memory."""
+    """Writes rows [``first``, ``last``) as Feather, uncompressed, so it can be mapped; returns the content hash."""
     import pyarrow as pa
 
     return _write_tables(path, reader.tables(first, last), lambda file, schema: pa.ipc.new_file(file, schema), report)
 
 
 def write_parquet(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes rows [``first``, ``last``) as Parquet: uncompressed, dictionaries for text only (fastest to read)."""
+    """Writes rows [``first``, ``last``) as Parquet: uncompressed, dictionaries for text only, which is the fastest to
+    read. Returns the content hash.
+    """
     from pyarrow.parquet import ParquetWriter
 
     def new_writer(file: IO, schema: Any) -> ParquetWriter:
@@ -136,7 +138,9 @@ def _write_tables(path: Path, tables: Iterator, new_writer: Callable, report: Re
 
 
 def _cast_for_parquet(table: Any) -> Any:
-    """Casts times in s to ms and 64-bit dates to 32-bit ones, as Parquet requires; ConfigurationError for intervals."""
+    """Returns the table with times in s cast to ms and 64-bit dates to 32-bit ones, as Parquet requires;
+    ConfigurationError for intervals.
+    """
     import pyarrow as pa
 
     def cast(kind: Any) -> Any:
@@ -232,7 +236,8 @@ class NpyWriter:
     """Writer of ``.npy`` files, one for each column, whose first dimension is the row.
 
     Each part is appended to the parts before it. Files are written, not mapped (``numpy.lib.format.open_memmap``),
-    because a full disk would end a process that writes to a mapping with SIGBUS.
+    because a full disk would end a process that writes to a mapping with SIGBUS. ``finish`` returns ``{"files": names,
+    "columns": {column: file name}, "is_tuple": whether a row is a tuple}``.
     """
 
     def __init__(self, plan: ShardPlan):

@@ -68,11 +68,12 @@ class SearchSpace:
 class LoaderAutotuner:
     """Measures the batches of several epochs, and finds the workers that compute them.
 
-    ``workers`` are those to start with; as an attribute, the best configuration so far. Batches in flight and cached
-    samples may take ``memory_budget()`` bytes. ``cache`` is where samples are cached, "memory", "disk" or "no"; None:
-    wherever it turns out to be faster. The owner of the batches decides whether they can be cached, and where they fit.
-    ``epochs`` is the number of epochs, if known. ``on_converged`` is called with the autotuner when it converges, and
-    again when it converges to something else. ``data_type`` is stored for the owner.
+    ``workers`` are those to start with; as an attribute, the best configuration so far. ``cores`` is the largest number
+    of workers. Batches in flight and cached samples may take ``memory_budget()`` bytes. ``cache`` is where samples are
+    cached, "memory", "disk" or "no"; None: wherever it turns out to be faster. The owner of the batches decides whether
+    they can be cached, and where they fit. ``epochs`` is the number of epochs, if known. ``on_converged`` is called
+    with the autotuner when it converges, and again when it converges to something else. ``data_type`` is stored for the
+    owner.
     """
 
     def __init__(
@@ -106,15 +107,17 @@ class LoaderAutotuner:
 
     @property
     def tuned_settings(self) -> dict[str, Any]:
-        """The settings found so far, as options for the next run: threads, processes, prefetch, cache."""
+        """The settings found so far, as options for the next run: {"threads" or "processes": number of workers,
+        "prefetch": batches (with workers only), "cache": "memory", "disk" or "no" (once decided)}.
+        """
         settings: dict[str, Any] = {"threads" if self.workers.threads else "processes": self.workers.num_workers}
         if self.workers.num_workers:
             settings["prefetch"] = self.workers.prefetch
         return settings if self.cache is None else settings | {"cache": self.cache}
 
     def iterate(self, open_iterator: OpenIterator, space: SearchSpace) -> Iterator[Any]:
-        """The batches of an epoch, with workers from ``space``. ``open_iterator`` is ``(workers, done) -> iterator``
-        over the batches without the first ``done``, as these workers compute them.
+        """Yields the batches of an epoch, with workers from ``space``. ``open_iterator(workers, done)`` returns an
+        iterator over the batches without the first ``done``, as these workers compute them.
         """
         if self._busy:  # of two epochs at a time, only the first is measured
             yield from open_iterator(WorkerConfig(), 0)
@@ -236,7 +239,9 @@ class LoaderAutotuner:
         return stats
 
     def _recheck(self, space: SearchSpace) -> Generator[WorkerConfig, LoaderStats | None, LoaderStats | None]:
-        """Measures a converged configuration again; continues with a search if steps wait far longer than then."""
+        """Measures a converged configuration again, up to twice. Searches if steps wait each time for a clearly larger
+        fraction of the time (WAIT_TOLERANCE + twice that at convergence); returns None if they do not.
+        """
         assert self.wait_fraction is not None
         tolerated, stats = WAIT_TOLERANCE + 2 * self.wait_fraction, None
         for _ in range(CONFIRMATIONS):
@@ -271,7 +276,9 @@ class LoaderAutotuner:
 
 
 def default_memory_budget(gigabytes: float | None, free_memory: Callable[[], int]) -> Callable[[], float]:
-    """``() -> bytes``: ``gigabytes`` * 10**9, or if None a fraction of the free memory at the call. Picklable."""
+    """Returns ``() -> bytes``: ``gigabytes`` * 10**9, or if None a quarter of ``free_memory()`` at the call. Picklable
+    if ``free_memory`` is.
+    """
     return partial(_memory_budget, gigabytes, free_memory)
 
 

@@ -53,7 +53,7 @@ class LoaderProfiler:
         self._skip, self._steps_before = 0, -1
 
     def on_cuda_events(self, arrival: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """The events behind the arrival of the batch, and behind its step; call it before ``on_step``."""
+        """Records the events behind the arrival of the last batch, and behind its step; call it before ``on_step``."""
         self._events[-1].append((arrival, end))
 
     def on_enter(self) -> None:
@@ -86,7 +86,7 @@ class LoaderProfiler:
 
 
 def _marks_of(events: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[tuple[float, float]]:
-    """The seconds, since the first one, at which the GPU reached each event; waits for the last one."""
+    """Returns when the GPU reached each (arrival, end), in seconds since the first arrival; waits for the last end."""
     first, last = events[0][0], events[-1][1]
     last.synchronize()
     return [(first.elapsed_time(arrival) / 1e3, first.elapsed_time(end) / 1e3) for arrival, end in events]

@@ -39,7 +39,7 @@ def is_deterministic(spec: LoaderSpec) -> bool:
 
 
 def script_may_change(spec: LoaderSpec | None, run: RunContext) -> bool:
-    """Whether a script may change the dataset between two epochs, so that each must read it as it then is.
+    """Whether a script may change the dataset between two epochs, so that samples of an earlier epoch may be outdated.
 
     Persistent workers of the script's own DataLoader read the dataset as it was at their first epoch.
     """
@@ -47,10 +47,10 @@ def script_may_change(spec: LoaderSpec | None, run: RunContext) -> bool:
 
 
 def reread_samples(batches: BatchSource, run: RunContext, stored: Sequence[int]) -> dict[int, Any]:
-    """Index -> sample of up to 32 of the stored samples, as the dataset has them at the begin of an epoch.
+    """Returns {index: sample}, read anew from the dataset, of up to 32 of the ``stored`` indices.
 
-    Empty if no script can have changed the dataset since they were stored, such as its negative samples or its
-    transform. Random numbers are left as they are.
+    Empty if no script can have changed the dataset (such as its negative samples or its transform) since they were
+    stored. Restores the random generators.
     """
     spec = batches.spec
     if spec is None or not script_may_change(spec, run):
@@ -63,6 +63,6 @@ def reread_samples(batches: BatchSource, run: RunContext, stored: Sequence[int])
 
 
 def warn_of_changed_dataset(method: str) -> None:
-    """Warns that stored samples are read anew. Python shows the same warning once."""
+    """Issues a HastenWarning that the samples ``method`` stored are read anew. Python shows the same warning once."""
     message = f"{method}: the script has changed its dataset since the last epoch; the stored samples are read anew"
     warnings.warn(message, HastenWarning, stacklevel=2)

@@ -8,10 +8,11 @@ from hasten.utils.optimizers import takes_steps
 
 
 def accelerate_schedule(schedule: Any, factor: float, run: RunContext) -> Any:
-    """The schedule of a run's task, compressed into ``factor`` times the epochs.
+    """Returns the schedule of a run's task, compressed into ``factor`` times the epochs.
 
-    A schedule that counts epochs then counts the steps that these have become: a short run may have a single epoch. One
-    that follows the metric, or that the task has built for the steps of this run, is returned unchanged.
+    A schedule that counts epochs is then advanced by steps (``run.plan.schedule_interval`` becomes "step"), because a
+    short run may have a single epoch. One that follows the metric, or that the task has built for the steps of this
+    run, is returned unchanged.
     """
     plan = run.plan
     if schedule is None or plan.schedule_interval == "evaluation" or takes_steps(run.task.optimizer):

@@ -76,14 +76,13 @@ def copy_to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def chunk_batch(batch: Batch, count: int) -> list[Batch]:
-    """The batch cut along its first dimension into at most ``count`` views of nearly equal size, none empty.
-
-    RunError for a graph, whose samples share their neighbors.
+    """The batch cut along its first dimension into at most ``count`` views of nearly equal size, none empty; tensors of
+    another length and other values are in each as they are. RunError for a graph, whose samples share their neighbors.
     """
     total = batch_size(batch)
     count = max(1, min(count, total))
     if is_graph(batch) and count > 1:
-        advice = "leave out what accumulates gradients, or sample smaller batches"
+        advice = "leave out the method that requires this"
         raise RunError(f"a graph cannot be cut into microbatches, because its nodes share their neighbors; {advice}")
     edges = [total * i // count for i in range(count + 1)]
 
@@ -95,7 +94,7 @@ def chunk_batch(batch: Batch, count: int) -> list[Batch]:
 
 def split_inputs_target(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """(positional inputs, keyword inputs, target) of a batch, for a task with a loss. RunError if the batch is no
-    tuple, list, mapping or dataclass, or names no target.
+    tuple or list of at least two items, mapping or dataclass, or has no field with one of TARGET_NAMES.
     """
     if isinstance(batch, (tuple, list)) and len(batch) >= 2:
         return tuple(batch[:-1]), {}, batch[-1]

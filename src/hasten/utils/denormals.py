@@ -31,7 +31,9 @@ def flushes_denormals() -> bool:
 
 
 def set_flush_denormals(flush: bool) -> bool:
-    """Sets the mode of this thread and of those that will compute its operations; False if this processor cannot."""
+    """Sets whether this thread, and those that will compute its operations, replace denormal numbers by zero; ends the
+    existing threads that compute them. Returns whether this processor can.
+    """
     is_set = torch.set_flush_denormal(flush)
     if torch.get_num_threads() > 1:  # else there are none, or the threads of a process that this one was forked from
         end_intra_op_threads()
@@ -39,7 +41,8 @@ def set_flush_denormals(flush: bool) -> bool:
 
 
 def count_denormals(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """(denormal values, all values) of floating-point tensors. Of many values, some thousand at equal distances count.
+    """(number of denormal values, number of all values) of floating-point tensors. Of more than 2**19 values, only some
+    at equal distances are examined, and the first number is an estimate.
 
     float16 is left out: its denormal numbers are normal in float32, with which the CPU computes. So are tensors on a
     GPU, which computes with denormal numbers at full speed. Of a sparse tensor the stored values count; other layouts

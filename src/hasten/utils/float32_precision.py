@@ -31,7 +31,7 @@ def get_float32_precision() -> dict[str, Any]:
 
 
 def set_float32_precision(settings: Mapping[str, Any]) -> None:
-    """Restores what ``get_float32_precision`` returned."""
+    """Sets the precision of float32 products of the process to what ``get_float32_precision`` returned."""
     if _older_matmul() != settings["older matmul"]:
         torch.set_float32_matmul_precision(settings["older matmul"] or "highest")  # the default, if it is not readable
     if _older_cudnn() != settings["older cudnn"]:

@@ -90,8 +90,8 @@ def collate_of(loader: Any) -> Callable[[list[Any]], Any]:
 
 
 def sampling_and_fetch(collate: Any) -> tuple[Callable[[list[Any]], Any], Callable[[Any], Any]] | None:
-    """The two parts of what a loader of sampled nodes does as a collate function: sampling, then the fetch of features
-    and labels. None for any other collate function.
+    """(node indices -> sampled nodes, sampled nodes -> graph with features and labels): the two parts of what a loader
+    of sampled nodes does as a collate function. None for any other collate function.
     """
     sampler = getattr(collate, "node_sampler", None)
     if sampler is None:
@@ -100,7 +100,7 @@ def sampling_and_fetch(collate: Any) -> tuple[Callable[[list[Any]], Any], Callab
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tells the graph sampler of a DataLoader, or of its collate function, which epoch begins."""
+    """Calls ``set_epoch(epoch)`` of the graph sampler of a DataLoader, or of its collate function, if it has one."""
     for owner in (loader, getattr(loader, "collate_fn", None)):
         sampler = graph_sampler(owner)
         if hasattr(sampler, "set_epoch"):
@@ -113,14 +113,16 @@ def graph_sampler(loader: Any) -> Any:
 
 
 def _fields(graph: Any, parameters: dict[str, bool]) -> Iterator[tuple[str, Any]]:
-    """The fields of the graph that the parameters (name -> whether it is required) name."""
+    """Yields (parameter, value) of the parameters (name -> whether it is required) that name a field of the graph;
+    RunError if it lacks one that is required.
+    """
     for name, required in parameters.items():
         field = FIELD_OF_PARAMETER.get(name, name)
         value = graph.stores[0].get(field)
         if value is not None:
             yield name, value
         elif required:
-            fields = ", ".join(sorted(graph.keys()))
+            fields = ", ".join(sorted(graph.keys())) + "; add the field, or give the parameter a default"
             raise RunError(f"the model's forward requires {name}, but the graph has only {fields}")
 
 

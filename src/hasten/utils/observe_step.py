@@ -18,7 +18,8 @@ def observe_precision(run: RunContext, dtype: torch.dtype) -> Generator[None, No
     """Effect check of a method that computes in a lower precision: the share of FLOPs that ran in it.
 
     Raises:
-        NoEffectError: No matrix product or convolution ran in ``dtype``, or the step on a CPU has none.
+        NoEffectError: Nothing but conversions ran in ``dtype``, although the step has matrix products or convolutions,
+            or an uncompiled step on a CPU has none of these.
     """
     with OpRecorder() as recorder:
         yield
@@ -116,7 +117,9 @@ def observe_collectives(*names: str) -> Generator[None, None, str]:
 
 
 def observe_seldom_communication(period: int) -> Generator[None, None, str]:
-    """Effect check of a method with which ranks communicate every ``period`` steps only."""
+    """Effect check of a method with which ranks communicate every ``period`` steps only: counts the all-reduces of the
+    observed step, and never fails.
+    """
     with OpRecorder() as recorder:
         yield
     calls = recorder.count("allreduce_")

@@ -28,8 +28,8 @@ class OpStats:
     """Calls of one operation in one precision."""
 
     count: int = 0  # number of calls
-    flops: int = 0  # 0 unless it is a matrix product, a convolution or attention
-    seconds: float = 0.0  # 0 unless the recorder is timed
+    flops: int = 0  # floating-point operations; 0 unless it is a matrix product, a convolution or attention
+    seconds: float = 0.0  # of all calls; 0 unless the recorder is timed
     channels_last: int = 0  # calls whose input has the channels-last memory format, and not the default one
     channels_first: int = 0  # calls whose input has the default memory format, and not channels-last
 

@@ -42,7 +42,7 @@ def takes_steps(make_optimizer: Callable[..., Any]) -> bool:
 
 
 def scale_learning_rates(optimizer: Any, schedule: Any, factor: float) -> None:
-    """Multiplies every learning rate, and the base and peak rates that a schedule stores, by ``factor``."""
+    """Multiplies every learning rate, and the base and peak rates that a schedule stores, by ``factor``, in place."""
     for group in optimizer.param_groups:
         for key in group.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
             group[key] = group[key] * factor
@@ -65,7 +65,7 @@ def follow_strides(optimizer: torch.optim.Optimizer) -> None:
 
 
 def align_state(optimizer: torch.optim.Optimizer) -> None:
-    """Brings state tensors of the shape of their weight into its memory format; their values stay."""
+    """Replaces state tensors that have the shape of their weight by copies in the memory format of the weight."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             is_like_weight = isinstance(value, torch.Tensor) and value.shape == parameter.shape

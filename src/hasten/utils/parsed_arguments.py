@@ -29,7 +29,8 @@ def names_length(name: str) -> bool:
 
 
 def after_parsing(call: Callable[[Namespace], None]) -> None:
-    """Calls a function with everything that this process parses, also with what it has parsed and holds already.
+    """Replaces ``ArgumentParser.parse_known_args`` in this process, so that ``call`` gets every result, as well as the
+    Namespaces that running functions and modules hold already, and what ``offer_arguments`` offers.
 
     A parser of a subcommand counts as a part of the one that calls it. ``call`` may set attributes.
     """
@@ -57,7 +58,8 @@ def after_parsing(call: Callable[[Namespace], None]) -> None:
 
 
 def offer_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that a program passes to a framework, seen and replaced as those that it parses. Returns them.
+    """Offers numbers that a program passes to a framework to the functions of ``after_parsing``, which may replace
+    them. Returns {name: number, replaced or not}.
 
     A name that the program also parses, or that its command line gives, belongs to the program: it is left out. One
     that was offered before with another number, such as by two optimizers, is seen as a text that holds both.

@@ -51,7 +51,7 @@ class PhaseTimer:
         return timed
 
     def stop(self) -> dict[str, float]:
-        """Stops recording. Returns the seconds of every phase since ``start``."""
+        """Stops recording, and waits for a GPU. Returns {phase: seconds since ``start``} of all PHASES."""
         self.running = False
         on_gpu = self.device.type == "cuda"
         if on_gpu:
@@ -64,7 +64,9 @@ class PhaseTimer:
 
 
 def _split_forward_backward(seconds: Counter[str]) -> dict[str, float]:
-    """Divides "forward_backward" into both passes: as they were timed inside it, else by a usual proportion."""
+    """Returns {phase: seconds} of all PHASES. The seconds of "forward_backward" are divided between the two passes: in
+    the proportion in which they were timed inside it, else 1 to 2.
+    """
     if "forward_backward" not in seconds:  # a loop that calls the passes one by one
         return {name: seconds[name] for name in PHASES}
     both = seconds.pop("forward_backward", 0.0)

@@ -12,7 +12,9 @@ T = TypeVar("T")
 def with_setting(
     context: ContextFactory, change: Callable[[T], object], value: T, current: Callable[[], T]
 ) -> ContextFactory:
-    """``context``, inside which ``change(value)`` holds; what ``current()`` returned before is set again at the end."""
+    """Returns a factory of contexts that enter ``context()``, then call ``change(value)``; at their end they call
+    ``change`` with what ``current()`` returned before.
+    """
 
     @contextmanager
     def changed() -> Generator[None]:

@@ -23,7 +23,9 @@ def derive_seed(*parts: int) -> int:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """The state of all generators, as tensors and plain lists (safe to load without executing code)."""
+    """The state of all global generators, as tensors and plain lists (safe to load without executing code): {"torch",
+    "python", "numpy"} and, if CUDA is in use, {"cuda" (of every GPU), "device" (of the current one)}.
+    """
     version, words, gauss = random.getstate()
     numpy_state: Any = numpy.random.get_state()
     kind, keys, position, has_gauss, cached = numpy_state
@@ -39,7 +41,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restores what ``get_rng_state`` returned. GPUs that this machine does not have are ignored."""
+    """Sets the global generators to what ``get_rng_state`` returned; ignores GPUs that this machine does not have."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -53,7 +55,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserve_rng_state(*generators: torch.Generator) -> Iterator[None]:
-    """Restores the global generators (torch, Python, NumPy), and those in ``generators``, on exit."""
+    """Context manager: restores the global generators (torch on every device, Python, NumPy), and ``generators``."""
     state, generator_states = get_rng_state(), [generator.get_state() for generator in generators]
     try:
         yield
@@ -65,7 +67,7 @@ def preserve_rng_state(*generators: torch.Generator) -> Iterator[None]:
 
 @contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
-    """Starts every CPU generator from ``seed``; restores torch's on exit. Python's and NumPy's generators are not
+    """Context manager: starts every CPU generator from ``seed``; restores torch's on exit. Python's and NumPy's are not
     restored: saving them costs more than reading a small batch, and models draw from torch's.
     """
     state = torch.get_rng_state()

@@ -16,7 +16,7 @@ GPU_CAPABILITIES = {"float16_hardware": (7, 0), "bfloat16_hardware": (8, 0), "tf
 
 
 def model_facts(model: nn.Module) -> frozenset[str]:
-    """The facts about the model: what it is built of."""
+    """Which of "convolutions", "repeated_blocks", "graph_layers" (PyG) and "matrix_weights" the model has."""
     facts = {
         "convolutions": any(isinstance(module, Convolution) for module in model.modules()),
         "repeated_blocks": bool(repeated_blocks(model)),
@@ -27,7 +27,9 @@ def model_facts(model: nn.Module) -> frozenset[str]:
 
 
 def hardware_facts(device: torch.device) -> frozenset[str]:
-    """The facts about the hardware: type of the device, and number formats that its matrix units support."""
+    """The facts about the hardware: "cpu" or "cuda", "several_gpus" if so, and such as "float16_hardware" for each
+    number format that the matrix units of the device support.
+    """
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         facts = {"cuda"} | ({"several_gpus"} if torch.cuda.device_count() > 1 else set[str]())

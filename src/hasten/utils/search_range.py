@@ -8,8 +8,8 @@ from dataclasses import dataclass
 class SearchRange:
     """Values of a numeric option that are worth trying; the tuner spaces them evenly in the logarithm."""
 
-    low: float
-    high: float
+    low: float  # smallest value, before it is multiplied by ``of``
+    high: float  # largest value, before it is multiplied by ``of``
     powers_of_two: bool = False  # whether only these are tried, as integers
     of: float = 1  # what all values are multiplied by, such as the user's own value
     is_integer: bool = False  # whether the values are integers, at least 1
@@ -17,10 +17,12 @@ class SearchRange:
     is_length: bool = False  # whether the option is the length of the training relative to that of the task
 
     def at(self, position: float) -> float:
-        """The value at a position from 0 (low) to 1 (high), rounded to two digits."""
+        """The value at a position from 0 (low) to 1 (high) on a logarithmic scale, rounded as by ``times``."""
         return self.times(self.low * (self.high / self.low) ** position)
 
     def times(self, factor: float) -> float:
-        """``factor``, between ``low`` and ``high``, as a value of the option."""
+        """``factor * of`` as a value of the option: two significant digits, or ``factor`` rounded to a power of two;
+        an integer if required.
+        """
         value = 2 ** round(math.log2(factor)) * self.of if self.powers_of_two else float(f"{factor * self.of:.2g}")
         return max(1, round(value)) if self.is_integer else value

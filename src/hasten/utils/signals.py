@@ -11,7 +11,7 @@ Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 @contextmanager
 def handle_signals(numbers: Iterable[int], handler: Handler) -> Generator[None]:
-    """Context manager: installs ``handler`` for the signals and restores the handlers of before at the end.
+    """Context manager: installs ``handler`` for the signals and restores the previous handlers at the end.
 
     Does nothing in a thread that is not the main one, where Python refuses to set handlers.
     """

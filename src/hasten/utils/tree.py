@@ -50,7 +50,7 @@ def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list
 
 
 def bitwise_equal(a: Any, b: Any) -> bool:
-    """Whether two trees hold the same bits: dtypes, shapes and values of arrays; NaN equals NaN."""
+    """Whether two trees are equal: dtypes, shapes and bytes of arrays, values of other leaves; NaN equals NaN."""
     if isinstance(a, (torch.Tensor, numpy.ndarray)) and type(a) is type(b):
         return a.dtype == b.dtype and a.shape == b.shape and _bytes_of(a) == _bytes_of(b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):

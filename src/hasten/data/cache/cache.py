@@ -153,7 +153,7 @@ class Cache(WrappedSource):
 
     @abstractmethod
     def fill(self, identity: str, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
-        """Reads all rows: (columns as tensors, indices of list columns, {bad row: (location, reason)})."""
+        """Reads all rows; returns (columns as tensors, indices of list columns, {bad row: (location, reason)})."""
 
     def chunks(
         self, like: Any, identity: str, runner: Callable, faults: BadRowPolicy, bad: dict, what: str
@@ -180,8 +180,8 @@ class Cache(WrappedSource):
             raise RunError("the data changed while the cache was filled; start again when no process writes to them")
 
     def read_first_within(self, free: float, where: str, faults: BadRowPolicy) -> tuple[Any, list[int]]:
-        """Returns the first rows as tensors, and ``lists``. ConfigurationError if all rows like them exceed the limit
-        (without one, half of ``free`` bytes), or have no common shape.
+        """Returns (first readable rows as tensors, indices of the list columns). ConfigurationError if all rows of this
+        size exceed ``gigabytes`` (None: half of the ``free`` bytes), or the first rows have no common shape.
         """
         first, lists = read_first(self.source, faults)
         needed = bytes_of(first, len(self))
@@ -252,7 +252,9 @@ def read_first(source: Source, faults: BadRowPolicy) -> tuple[Any, list[int]]:
 
 
 def read_padded(source: Source, rows: numpy.ndarray, like: Any, faults: BadRowPolicy) -> tuple[Any, list[BadRow]]:
-    """Reads rows as columns of shape (rows, ...) with zeros for the bad ones, and the bad rows."""
+    """Returns (columns as tensors of shape (rows, ...) with zeros for the bad rows, errors of the bad rows).
+    ConfigurationError if the shape or dtype of a row differs from that of the columns ``like``.
+    """
     columns, good, bad_rows = faults.readable(source, rows)
     if columns is not None:
         columns = _as_tensors(columns)

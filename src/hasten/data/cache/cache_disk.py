@@ -58,7 +58,7 @@ class CacheDirectory:
         self._partial, self._lock = directory / f"{key}.making", directory / f"{key}.lock"
 
     def open(self, fill: Callable[[Callable], tuple[list[int], dict]]) -> tuple[Any, list[int], dict]:
-        """Returns (memory-mapped columns, indices of the columns that are lists of rows, bad rows).
+        """Returns (memory-mapped columns, indices of the columns that are lists of rows, {bad row: (where, why)}).
 
         If the cache does not exist, ``fill(write) -> (lists, bad rows)`` creates it by ``write(columns)`` of all rows
         in order. RunError if the disk is full or not writable.
@@ -158,8 +158,8 @@ def _disk_errors(directory: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def file_lock(lock: Path, waiting_message: str) -> Iterator[None]:
-    """Holds an exclusive lock file and removes it afterwards; warns if another process holds it. RunError if the file
-    system does not support locks, or the file cannot be written.
+    """Context manager: holds an exclusive lock file and removes it afterwards. While another process holds it, warns
+    once and waits. RunError if the file system does not support locks, or the file cannot be written.
     """
     warned = False
     while (file := _try_lock(lock)) is None:
@@ -175,7 +175,7 @@ def file_lock(lock: Path, waiting_message: str) -> Iterator[None]:
 
 
 def remove_partial(directory: Path) -> None:
-    """Removes what killed processes left: partial caches and lock files."""
+    """Removes from ``directory`` what killed processes left: partial caches and lock files that no process holds."""
     for path in {path.with_suffix("") for suffix in ("making", "lock") for path in directory.glob(f"*.{suffix}")}:
         lock = path.with_suffix(".lock")
         with suppress(RunError):  # the file may belong to another user

@@ -123,7 +123,7 @@ def _code_parts(code: types.CodeType) -> list:
 
 
 def _with_attributes(value: Any, names: list[str], around: tuple = ()) -> list:
-    """[value]; for one of the user's modules, also those of its attributes that code refers to as ``names``."""
+    """Returns [value]; of a module of the user also (name, such a list) for each attribute that is in ``names``."""
     if not isinstance(value, types.ModuleType) or _is_installed(value.__name__) or value in around:
         return [value]
     attributes = [(name, getattr(value, name)) for name in names if hasattr(value, name)]

@@ -27,7 +27,9 @@ MIN_SCALE = 2  # a JPEG is decoded at no less than this multiple of the requeste
 
 
 def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple[int, int] | None:
-    """Returns ``resize``, in pixels, as (height, width); ConfigurationError if it is no size or exceeds ``pixels``."""
+    """Returns ``resize``, in pixels, as (height, width), None as it is; ConfigurationError if it is no size or has more
+    than ``pixels`` pixels.
+    """
     at_least("pixels=", pixels, 1)
     if resize is None:
         return None
@@ -42,7 +44,9 @@ def size_of(resize: int | tuple[int, int] | None, pixels: int = PIXELS) -> tuple
 
 
 def decoder_fingerprint(size: tuple[int, int] | None, pixels: int) -> dict:
-    """Returns what decoded images depend on, for fingerprints: decoders and their versions differ in the last bits."""
+    """Returns what decoded images depend on, for fingerprints: {"pixels", "resize", "decoders": {name: version}};
+    decoders and their versions differ in the last bits.
+    """
     decoders = ("simplejpeg", "pillow") if _simplejpeg() else ("pillow",)
     return {"pixels": pixels, "resize": size and list(size), "decoders": {name: _version(name) for name in decoders}}
 
@@ -151,7 +155,9 @@ def _version(package: str) -> str | None:
 
 
 def _resize(pixels_in: numpy.ndarray, image: torch.Tensor, pixels: int) -> None:
-    """Scales (height, width, 3) to cover ``image``, (3, height, width), and crops it; ValueError above ``pixels``."""
+    """Writes ``pixels_in``, (height, width, 3), scaled and cropped into ``image``, (3, new height, new width).
+    ValueError if it has more than ``pixels`` pixels when it is scaled.
+    """
     (height, width), (new_height, new_width) = pixels_in.shape[:2], image.shape[1:]
     scale = max(new_height / height, new_width / width)
     scaled = max(new_height, int(height * scale)), max(new_width, int(width * scale))

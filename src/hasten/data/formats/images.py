@@ -55,7 +55,7 @@ def images(
 
 
 class Images(Source):
-    """Image files; ``classes`` are the class names in the order of their indices, empty without labels."""
+    """A data source over image files; ``classes`` are the names of directories by class index, or else empty."""
 
     def __init__(self, paths: Any, resize: Any = None, labels: Any = "directory", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
@@ -112,7 +112,9 @@ class Images(Source):
 
 
 def content_of(path: str) -> bytes:
-    """Returns the bytes of an image file; ConfigurationError if this one cannot be read, RunError if none there can."""
+    """Returns the bytes of an image file. ConfigurationError if only this file cannot be read, RunError if the cause,
+    such as an expired login, concerns others, too.
+    """
     with _blame_file(path), open_file(path) as file:
         return file.read()
 
@@ -146,7 +148,9 @@ def _blame_file(path: str) -> Iterator[None]:
 
 
 def _label_by_directory(files: FileList) -> tuple[list[str], torch.Tensor]:
-    """Class names, sorted, and the class of each file, from directories below the root or of the files; else raises."""
+    """Returns (sorted class names, index of each file's class, int64). The class is the first directory below the root,
+    or, without a root, the file's own directory; NoClassDirectoryError if a file has none.
+    """
     part = 0 if files.root else -1
     names = [directory.split("/")[part] for directory in files.directories]
     if "" in names:
@@ -167,7 +171,7 @@ def _label_by_name(files: FileList, labels: Any) -> torch.Tensor:
     for row in range(len(files)):
         label = labels.get(files.relative_path(row), labels.get(files.name(row)))
         if label is None:
-            raise ConfigurationError(f"{files.relative_path(row)} has no label")
+            raise ConfigurationError(f"{files.relative_path(row)} has no label; add it to labels=")
         if not isinstance(label, Real):
             raise ConfigurationError(f"the label of {files.relative_path(row)} is not a number: {label!r}")
         values.append(label)

@@ -68,8 +68,9 @@ def check_no_nulls(name: str, array: Any, where: str) -> None:
 
 
 def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
-    """Casts columns with missing values to the common type of all files, which determines how they are filled. For
-    tables of guessed types. A column without any value has no type of its own; as text it holds empty strings.
+    """Returns the table with each column that has missing values cast to its type in ``common_types``, which determines
+    how it is filled. A column that is empty here and text in other files gets empty strings; one that is empty in all
+    files stays null.
     """
     for index, name in enumerate(table.schema.names):
         column, arrow_type = table.column(index), common_types[name]
@@ -82,7 +83,7 @@ def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
 
 
 def empty_to_null(table: Any, name: str) -> Any:
-    """Replaces empty strings of a text column by missing values, which CSV cannot express otherwise."""
+    """Returns the table with empty strings of a text column as missing values, which CSV cannot express otherwise."""
     words = table.column(name)
     empty = compute.equal(words, "")  # pyright: ignore[reportAttributeAccessIssue]  # pyarrow generates it
     words = compute.if_else(empty, pa.scalar(None, words.type), words)  # pyright: ignore[reportAttributeAccessIssue]

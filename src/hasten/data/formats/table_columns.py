@@ -105,7 +105,7 @@ class ClassColumn(NumberColumn):
         if indices.null_count:
             unknown = words.filter(indices.is_null())[0].as_py()
             classes = ", ".join(self._classes.slice(0, 10).to_pylist())
-            problem = f"which is not one of its classes: {classes}"
+            problem = f"which is not one of its classes: {classes}; add it to classes="
             raise ConfigurationError(f"column {self.name!r} holds {unknown!r} in {where}, {problem}")
         super().put(indices, None, where)
 
@@ -152,7 +152,9 @@ class StructColumn:
 
 
 def to_numbers(array: Any, fill: Any, name: str, where: str) -> numpy.ndarray:
-    """Returns the numbers of a column, flattened if rows are lists; without a copy if Arrow's memory can be used."""
+    """Returns the values of a column, 1-d, the missing ones filled: lists of fixed size flattened, decimals as float64,
+    times as integers. Without a copy if Arrow's memory can be used.
+    """
     array = _to_plain_array(array)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage

@@ -48,7 +48,7 @@ class Layout:
         inputs = [name for name in wanted if name != target]
         if not inputs:
             besides = f" besides the target {target!r}" if target else ""
-            raise ConfigurationError(f"no column of {path} is left to read{besides}")
+            raise ConfigurationError(f"{path} has no column to read{besides}; an input column is needed")
         types = _common_types(schemas, None if columns is None else wanted, guessed)
         layout = Layout({name: types[name] for name in wanted}, inputs, target)
         if target is not None and not layout.has_classes and not is_number(shape_of(types[target])[1]):
@@ -76,7 +76,7 @@ class Layout:
         return self.target is not None and str(self.types[self.target]) == "large_string"
 
     def bytes(self, rows: int, unpacked: int) -> int:
-        """Estimates the memory of ``rows`` rows; ``unpacked`` are the bytes of the files after decompression."""
+        """Estimates the bytes in memory of ``rows`` rows, of files with ``unpacked`` bytes after decompression."""
         numeric = [arrow_type for arrow_type in self.types.values() if is_number(shape_of(arrow_type)[1])]
         size = sum(rows * 8 * math.prod(shape_of(arrow_type)[0]) for arrow_type in numeric)
         has_others = len(numeric) < len(self.types)  # text and lists, whose size only the files tell
@@ -122,7 +122,7 @@ class Rows:
 
 
 def merged(parts: list, order: torch.Tensor) -> Any:
-    """Concatenates batches of equal layout; row ``i`` of the result is row ``order[i]`` of them."""
+    """Returns batches of equal layout as one, whose row ``i`` is row ``order[i]`` of their concatenation."""
     columns = zip(*map(column_leaves, parts), strict=True)
     return map_columns(lambda _: _concatenated(next(columns), order), parts[0])
 
@@ -153,7 +153,8 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
             joined = _join_types(common[name], types[name], guessed)
             if joined is None:
                 both = f"{common[name]} in {first}, and of type {types[name]} in {path}"
-                raise ConfigurationError(f"the files differ: column {name!r} is of type {both}")
+                advice = "convert one of them, or leave the column out"
+                raise ConfigurationError(f"the files differ: column {name!r} is of type {both}; {advice}")
             common[name] = joined
     return common
 

@@ -38,7 +38,8 @@ CONCURRENT_CHUNKS = 4  # decoded at a time, at most
 class Table(Source):
     """A data source over the rows of table files of one format.
 
-    ``columns``: names of the columns that are read, without the target. ``target``: name of the target, or None.
+    The arguments are those of ``parquet``. The attribute ``columns`` holds the names of the columns that are read,
+    without the target; ``target`` is the name of the target, or None.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Table(Source):
         self._guessed_types = form.name == "CSV"
         self._layout = Layout.of(schemas, columns, target, self._guessed_types)
         if classes is not None and not self._layout.has_classes:
-            raise ConfigurationError("classes= are the values of a text target, and there is no text target")
+            raise ConfigurationError("classes= are the values of a text target, and there is none; omit classes=")
         self._given_classes = None if classes is None else check_names("classes=", classes)
         can_be_empty = "" in (self._given_classes or ())
         self._empty_is_missing = self._guessed_types and self._layout.has_classes and not can_be_empty
@@ -134,7 +135,7 @@ class Table(Source):
 
     @cached_property
     def classes(self) -> list[str] | None:
-        """The values of a text target in the order of their indices; None for a numeric target."""
+        """The values of a text target by class index, read from all files unless given; None for a numeric target."""
         if not self._layout.has_classes or self._given_classes is not None:
             return self._given_classes
         words: set[str | None] = set()
@@ -187,7 +188,7 @@ class Table(Source):
         return self._loaded
 
     def _read_all(self) -> Rows:
-        """Returns the whole table without the chunks that cannot be read."""
+        """Returns the rows of the whole table without the chunks that cannot be read; reports progress."""
         rows = Rows(self._layout, len(self), self.classes)
         report = rate_reporter(f"reading the table of {next(iter(self._signatures))}", len(self))
         with ThreadPoolExecutor(CONCURRENT_CHUNKS) as pool:
@@ -315,7 +316,9 @@ class Table(Source):
         return empty_to_null(table, str(self.target)) if self._empty_is_missing else table
 
     def _damaged(self, chunk: int, error: Exception) -> Exception:
-        """Records a chunk that cannot be decoded; an error of the system (it has an errno) is a RunError."""
+        """Returns what to raise for the error of a chunk: RunError if it is one of the system (it has an errno), else
+        BadRow, and the chunk is recorded in ``_bad``. Raises RunError if the file has changed.
+        """
         file, _ = self._chunks[chunk]
         check_unchanged(file, self._signatures[file])
         if getattr(error, "errno", None) is not None:

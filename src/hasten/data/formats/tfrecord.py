@@ -51,7 +51,7 @@ def tfrecord(
 
     Args:
         paths: Files, directories or patterns, local or remote. A remote file is read once to find its records; the
-            index is kept.
+            index is cached.
         features: The names to read, or a dict from name to the shape of a sample: ``()`` for one number, ``(28, 28)``,
             None for lists of unequal length (a list of tensors), or ``(torch.uint8, (28, 28))`` for a byte string that
             holds little-endian numbers. Default: all features, in the shapes found in a sample of the records.
@@ -125,7 +125,7 @@ class Records(IndexedFiles):
 
 
 class Examples(Records, Source):
-    """Records that are ``tf.train.Example`` messages."""
+    """A data source over TFRecord files of ``tf.train.Example`` messages; its arguments are those of ``tfrecord``."""
 
     def __init__(self, paths: list[str], features: Any = None, target: str | None = None, verify: bool = True) -> None:
         super().__init__(paths, verify)
@@ -137,7 +137,7 @@ class Examples(Records, Source):
         if target is not None and target not in names:
             raise ConfigurationError(f"target= names a feature {target!r} that does not exist{suggest(target, names)}")
         if target is not None and len(names) == 1:
-            raise ConfigurationError(f"the target {target!r} is the only feature; nothing is left to predict it from")
+            raise ConfigurationError(f"the target {target!r} is the only feature to read; an input feature is needed")
 
     def read(self, rows: numpy.ndarray) -> Any:
         data, starts, ends = self.raw(rows)
@@ -154,7 +154,7 @@ class Examples(Records, Source):
         return {**files, "features": features, "target": self.target}
 
     def _summarize_sample(self) -> CacheEntry:
-        """Kinds and sizes of features in some messages of all files; ConfigurationError if all of these are bad."""
+        """Returns (Summary of each of up to 64 records of all files, no arrays); ConfigurationError if all are bad."""
         rows = numpy.unique(numpy.linspace(0, len(self) - 1, min(PROBED_RECORDS, len(self))).astype(numpy.int64))
         summaries, faults = [], []
         for row in rows.tolist():
@@ -195,7 +195,9 @@ def frame_records(records: Iterable[bytes]) -> bytes:
 
 
 def _index_file(content: memoryview, path: str, tell: ReportBytes, verify: bool) -> tuple[CacheEntry, str | None]:
-    """(start and end byte of each record's data before any damage, the damage or None); ``verify`` checks lengths."""
+    """Returns ((None, [first byte and end of the data of each record before any damage]), the damage or None).
+    ``verify`` compares the lengths of records with their checksums.
+    """
     starts, lengths = _find_records(content, tell)
     ends = starts + lengths
     wrong = _first_wrong_length(content, starts) if verify else None

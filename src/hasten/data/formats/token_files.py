@@ -98,7 +98,8 @@ class Tokens(Source):
         windows = [_windows(array, self.length + 1, self.stride) for array in arrays]
         if not sum(map(len, windows)):
             others = " and the other files are" if self.files[1:] else " is"
-            raise ConfigurationError(f"{self.files[0]}{others} shorter than a window of {self.length + 1} tokens")
+            window = f"a window of {self.length + 1} tokens; use a smaller length="
+            raise ConfigurationError(f"{self.files[0]}{others} shorter than {window}")
         self.signatures, self.windows, self.begins = signatures, windows, numpy.cumsum([0, *map(len, windows)])
 
     def _signatures(self) -> list[list]:
@@ -122,7 +123,7 @@ class Tokens(Source):
 
 
 def _windows(tokens: torch.Tensor, width: int, stride: int) -> torch.Tensor:
-    """Returns a view of all windows of ``width`` tokens, ``stride`` apart: shape (windows, width)."""
+    """Returns a view of all windows of ``width`` tokens, ``stride`` apart: shape (windows, width), or else (0, 0)."""
     if len(tokens) < width:
         return tokens.new_empty((0, 0))
     return tokens.unfold(0, width, min(stride, len(tokens)))  # torch refuses very large strides

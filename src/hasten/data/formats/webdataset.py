@@ -149,7 +149,7 @@ class Shards(IndexedFiles, Source):
         return torch.stack(values, out=batch) if values else batch
 
     def _probe_shapes(self, name: str) -> CacheEntry:
-        """Returns ((shape, dtype) of arrays probed from all shards, None if they differ; no arrays)."""
+        """Returns ((shape, dtype) of up to 32 arrays of a column from all shards, None if they differ; no arrays)."""
         present = numpy.flatnonzero(self.positions[name][:, 0] >= 0)
         rows = present[numpy.unique(numpy.linspace(0, len(present) - 1, PROBED_SAMPLES).astype(numpy.int64))]
         forms = set()
@@ -172,8 +172,8 @@ class Shards(IndexedFiles, Source):
 
 
 def _index_shard(content: memoryview, path: str, tell: ReportBytes) -> tuple[CacheEntry, str | None]:
-    """({"keys" of the complete samples, "endings": the extensions}, [array of (sample, extension, begin, end)]), and
-    why a damaged shard has no more samples. ConfigurationError if samples are ambiguous.
+    """Returns (({"keys" of the complete samples, "endings": the extensions}, [array of (sample, extension, begin,
+    end)]), why a damaged shard has no more samples, or None). ConfigurationError if samples are ambiguous.
     """
     keys: list[str] = []
     extensions: dict[str, int] = {}
@@ -197,7 +197,9 @@ def _index_shard(content: memoryview, path: str, tell: ReportBytes) -> tuple[Cac
 
 
 def _members_with_keys(content: memoryview, path: str, tell: ReportBytes) -> Iterator[tuple[str, str, str, int, int]]:
-    """Yields (key of the sample, name, extension, begin, end) of files, without metadata and hidden ones."""
+    """Yields (key of the sample, name, extension, first byte, end) of files, without metadata and hidden ones;
+    ConfigurationError for a path that leaves the archive.
+    """
     for index, (name, begin, end) in enumerate(members(content)):
         if index % MEMBERS_PER_REPORT == 0:
             tell(begin)
@@ -220,8 +222,8 @@ def _select_columns(samples: list[CacheEntry], columns: Sequence[str] | None, ta
             raise ConfigurationError(f"no sample has a file that ends in .{name}{suggest(name, known)}")
     names = [name for name in names if name != target]
     if not names:
-        why = f"no column is left besides the target {target!r}" if target else "columns= is empty"
-        raise ConfigurationError(f"{why}; name at least one column to predict from")
+        why = f"there is no column to read besides the target {target!r}" if target else "columns= is empty"
+        raise ConfigurationError(f"{why}; an input column is needed")
     return names if target is None else [*names, target]
 
 

@@ -27,12 +27,12 @@ BuildIndex = Callable[[memoryview, str, ReportBytes], tuple[CacheEntry, str | No
 
 
 def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[tuple[list, CacheEntry, str | None]]:
-    """Returns (file signature, index, reason why it is incomplete or None) of each file, from the cache or from reading
-    it.
+    """Returns (file signature, index, reason why the index is incomplete or None) of each file, from the cache or from
+    reading the file. An index is (JSON data, arrays).
 
-    ``key`` is what the index contains, as the progress message names it, and whatever it depends on besides the file,
-    as JSON. ``build`` is ``(content, path, report) -> (index, reason why it is incomplete, or None)``; the content of a
-    file that cannot be read is empty.
+    ``key`` is a JSON list: what the index contains ("records", for the progress message), then whatever it depends on
+    besides the file. ``build`` is ``(content, path, report) -> (index, reason why it is incomplete, or None)``; the
+    content of a file that cannot be read is empty.
     """
     with ThreadPoolExecutor(min(len(paths), MAX_REQUESTS)) as pool:  # a remote signature takes a round trip
         signatures = list(pool.map(_signature, paths) if any(map(is_remote, paths)) else map(_signature, paths))
@@ -59,8 +59,8 @@ def load_or_build_index(paths: list[str], key: list, build: BuildIndex) -> list[
 class IndexedFiles:
     """The rows of indexed files. Of a damaged file the last row is bad, and stands for what could not be indexed.
 
-    ``indices`` are those of the files ``paths``, from ``load_or_build_index``, ``counts`` the numbers of their good
-    rows; ``what`` a row is. ConfigurationError if there are no good rows.
+    ``indices`` is the result of ``load_or_build_index(paths, ...)``, ``counts`` the number of good rows of each file,
+    ``what`` the word for a row in errors. ConfigurationError if there are no good rows.
     """
 
     def __init__(self, paths: list[str], indices: list[tuple], counts: Iterable[int], what: str) -> None:
@@ -101,7 +101,7 @@ def load_or_compute(key: list, signatures: list[list], compute: Callable[[], Cac
 
 
 def _read(signature: list, report: ReportBytes) -> tuple[memoryview, str | None]:
-    """Returns (content of a file, None), or nothing and the reason why this file cannot be read."""
+    """Returns (content of a file, None), or (no bytes, the reason why this file cannot be read)."""
     try:
         return read_file(signature, report), None
     except ConfigurationError as error:

@@ -45,7 +45,7 @@ def resolve_paths(patterns: str | Path | Iterable[str | Path], suffixes: tuple[s
         if not isinstance(pattern, (str, os.PathLike)):
             raise ConfigurationError(f"a file is given by a str or a Path, not by {pattern!r:.80}")
         if not os.fspath(pattern):
-            raise ConfigurationError("a file was given by an empty str")
+            raise ConfigurationError("a path is an empty str; give the path of a file, or omit it")
         matches = remote.matches if is_remote(pattern) else _local_matches
         for expanded in _expand_numbers(plain(pattern)):
             selected = set(matches(expanded, suffixes))
@@ -90,7 +90,7 @@ def file_signature(path: str) -> list:
 
 
 def check_unchanged(path: str, signature: list) -> None:
-    """Raises RunError if a file changed since its signature was taken, or is no longer readable."""
+    """Raises RunError if the size or the version of a file is no longer that in ``signature``, or it is unreadable."""
     try:
         is_same = _content_version(file_signature(path)) == _content_version(signature)
     except ConfigurationError as error:

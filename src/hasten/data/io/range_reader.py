@@ -77,7 +77,9 @@ def _read_remote(signatures: list[list], ranges: list[tuple[int, int, int]]) -> 
 
 
 def read_file(signature: list, report: Callable[[int], None]) -> memoryview:
-    """Returns all bytes of a file, a local one memory-mapped; ``report(bytes downloaded so far)``."""
+    """Returns all bytes of a file: a local one memory-mapped, a remote one downloaded, with calls of ``report(bytes
+    downloaded so far)`` and a RunError if it changed meanwhile.
+    """
     path, content = signature[0], bytearray()
     if not is_remote(path):
         return mapped_bytes(path)
@@ -121,7 +123,9 @@ def _read_fully(read: Callable[[int, int], bytes], path: str, begin: int, end: i
 
 
 def _check_oldest(signatures: list[list]) -> None:
-    """Checks one remote file for changes: the one checked longest ago, if REMOTE_CHECK_INTERVAL_S have passed."""
+    """Checks one of some remote files, the one that this thread checked longest ago, unless that was less than 10 s
+    ago; RunError if the file has changed.
+    """
     checked = _thread.__dict__.setdefault("checked", {})
     oldest = min(signatures, key=lambda signature: checked.get(str(signature), 0.0))
     if time.monotonic() - checked.get(str(oldest), -REMOTE_CHECK_INTERVAL_S) >= REMOTE_CHECK_INTERVAL_S:

@@ -100,7 +100,9 @@ def fetch_ranges(ranges: list[tuple[str, int | None, int | None]]) -> list[bytes
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file that is reopened at its position when the connection breaks, which fsspec's files are not."""
+    """A remote file for reading, which is reopened at its position when the connection breaks; fsspec's files are not.
+    ConfigurationError if it does not exist or its server does not report its size, RunError after four failures.
+    """
 
     def __init__(self, path: str):
         self._path, self._position, self._file = path, 0, None
@@ -175,7 +177,9 @@ def _answers_ranges(system: Any, name: str) -> bool:
 
 
 def _options(path: str) -> dict[str, Any]:
-    """Options for fsspec: for HTTP a timeout per read, not per download; the user's fsspec settings win."""
+    """Returns options for fsspec: for HTTP a timeout per read, not per download, unless the user's fsspec settings
+    have one; for other addresses none.
+    """
     if not _is_web(path):
         return {}
     try:
@@ -268,7 +272,8 @@ def _with_retries(path: str, request: Callable[[], T]) -> T:
                 kind = NotFoundError if is_missing else ConfigurationError
                 raise kind(f"cannot read {path}: {reason}") from None
             if attempt == len(RETRY_DELAYS_S):
-                raise RunError(f"cannot reach {path} after {attempt + 1} attempts: {reason}") from None
+                attempts = f"{attempt + 1} attempts: {reason}; check the network and the server"
+                raise RunError(f"cannot reach {path} after {attempts}") from None
             delay = RETRY_DELAYS_S[attempt]
             warnings.warn(f"{path} failed ({reason}); next attempt in {delay:g} s", ProgressWarning, stacklevel=2)
             time.sleep(delay)

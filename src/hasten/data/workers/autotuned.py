@@ -47,7 +47,7 @@ class AutotunedRunner:
 
     @property
     def tuned_settings(self) -> dict:
-        """The settings found so far, as arguments of ``prefetch``: threads or processes, prefetch, cache."""
+        """The settings found so far: {"threads" or "processes": workers, "prefetch": batches, "cache": location}."""
         return self.autotuner.tuned_settings
 
     @property
@@ -66,7 +66,7 @@ class AutotunedRunner:
     def cached_source(
         self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy, epoch: int, start: int
     ) -> Source | None:
-        """Returns the source that replaces ``source`` and its maps in this epoch, from a cache; None without a cache.
+        """Returns the filled cache that replaces ``source`` and its maps in this epoch; None without a cache.
 
         A cache is tried once, at the start of an epoch, if the search has converged and steps still wait so long for
         data that reading everything once would pay.
@@ -107,7 +107,7 @@ class AutotunedRunner:
             if cache is None:
                 cache = cached(source, maps, where, self._gigabytes(where), None, None)
                 if not is_repeatable(source, maps):
-                    raise ConfigurationError("the samples are random: reading them twice gives different values")
+                    raise ConfigurationError("the samples are random or cannot be read: two reads do not give the same")
             cache.prepare(self.bulk_runner(), faults)
         except (ConfigurationError, RunError) as error:
             warnings.warn(f"the samples are not cached ({where}): {error}", HastenWarning, stacklevel=2)
@@ -116,7 +116,9 @@ class AutotunedRunner:
         return True
 
     def _gigabytes(self, where: str) -> float | None:
-        """Returns the limit of the cache; None, the default, on a disk that the user or an earlier run chose."""
+        """Returns the limit of the cache in 10**9 bytes; None, its default, on a disk that the user or an earlier run
+        chose.
+        """
         if where == "memory":
             return self.autotuner.memory_budget() / 1e9
         if self.autotuner.cache is not None:
@@ -131,8 +133,8 @@ def is_cacheable(source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) ->
 
 
 def is_repeatable(source: Source, maps: tuple[Map, ...]) -> bool:
-    """Whether some samples are equal when they are read twice, without using the global random generators. The states
-    of the generators reveal a random map even if it seldom changes a sample.
+    """Whether up to 32 samples can be read, are equal when they are read twice, and draw nothing from the global random
+    generators, whose states reveal a random map even if it seldom changes a sample.
     """
     rows = numpy.unique(numpy.linspace(0, len(source) - 1, min(PROBED_ROWS, len(source))).astype(numpy.int64))
     results = []

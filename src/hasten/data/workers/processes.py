@@ -41,12 +41,12 @@ SIGNAL_CAUSES = {
 class ProcessRunner:
     """Computes batches in forked worker processes.
 
-    A worker that dies is replaced once, at the batch that it was computing. If its replacement dies at the same batch,
-    a RunError is raised.
+    A worker that dies is replaced, with a warning, at the batch that it was computing. If its replacement dies at the
+    same batch, a RunError is raised.
     """
 
-    workers: WorkerConfig
-    timeout: float | None = None
+    workers: WorkerConfig  # number of processes, and of batches that each has in flight
+    timeout: float | None = None  # seconds that one batch may take before a RunError; None waits forever
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         buffers, workers = self.workers.prefetch_factor, []  # buffers of each worker

@@ -46,10 +46,10 @@ class InlineRunner:
 
 @dataclass(frozen=True)
 class ThreadRunner:
-    """Computes batches in threads."""
+    """Computes batches in threads, which end with the iteration, unless one hangs."""
 
-    workers: WorkerConfig
-    timeout: float | None = None
+    workers: WorkerConfig  # number of threads, and of finished batches that may wait
+    timeout: float | None = None  # seconds that one batch may take before a RunError; None waits forever
 
     def __call__(self, make: Callable[[int], Any], indices: range) -> Iterator:
         jobs: SimpleQueue = SimpleQueue()
@@ -88,7 +88,7 @@ class ThreadRunner:
 
 
 def runner_of(workers: WorkerConfig, timeout: float | None) -> Runner:
-    """Returns the runner for a worker configuration."""
+    """Returns a ProcessRunner, a ThreadRunner, or without workers an InlineRunner; ``timeout``: seconds per batch."""
     if workers.processes:
         from hasten.data.workers.processes import ProcessRunner
 

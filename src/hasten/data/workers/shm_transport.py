@@ -21,7 +21,7 @@ ALIGNMENT = 64  # bytes
 
 
 def serialize(value: Any, buffer: SharedBuffer) -> bytes:
-    """Serializes a value; its tensors are copied into the buffer."""
+    """Returns a value in pickled form, without its strided tensors, which are copied into the buffer."""
     pickler = _TensorPickler()
     pickler.dump(value)
     memory = buffer.memory(pickler.size)
