@@ -125,7 +125,7 @@ class BatchSource:
         return self.spec.build(dataclasses.replace(self.spec, **changes))
 
     def map_iterator(self, function: Callable[[Iterator[Any]], Iterator[Any]]) -> BatchSource:
-        """A copy that yields ``function(iterator)`` of each epoch; it has no ``spec``, ``with_workers``, ``on_device``."""
+        """A copy whose epochs are ``function(iterator of the epoch)``; it has no ``spec`` and no ``with_workers``."""
 
         def mapped(epoch: int, start: int = 0) -> Iterator[Any]:
             return function(self.epoch(epoch, start))

@@ -153,7 +153,7 @@ def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
 
 
 def required_traits(method: Method) -> Set[str]:
-    """The traits (keys of TRAITS) that a method relies on: those of its card, and ``monolithic_forward`` if implied.
+    """The traits (keys of TRAITS) that a method relies on: its card has them, or its hooks imply monolithic_forward.
 
     A method that changes the forward or backward pass relies on each rank computing both for its own samples. A
     BIT_EXACT method, such as one that only observes, does not: it may miss what other ranks compute.

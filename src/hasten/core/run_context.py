@@ -117,7 +117,7 @@ class ParallelContext:
         materialize: ``(tensors) -> (index, tensor)`` pairs with initialized values, in one pass; for a model on meta.
         rank_state: As ``RunContext.checkpoint_state``, for state that differs between ranks; restored only at the same
             world size, else it starts anew.
-        merge_rank_states: ``(this rank's state) -> state``: merges weights that differ between ranks. A collective.
+        merge_rank_states: ``(state of this rank) -> state``: merges weights that differ between ranks. All call it.
     """
 
     ranks: ProcessGroupInfo

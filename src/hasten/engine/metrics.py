@@ -17,7 +17,7 @@ SumOverRanks = Callable[[list[float]], list[float]]
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The metric and the mean loss of one evaluation."""
+    """The metric and the mean loss per sample of one evaluation; the loss is NaN with Task(evaluate=)."""
 
     metric: float
     loss: float
@@ -48,7 +48,7 @@ def _reshape_like(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """``scores`` in the shape of ``target``; RunError unless they have as many elements: nothing is broadcast."""
     if scores.numel() != target.numel():
         shapes = f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}"
-        raise RunError(shapes)
+        raise RunError(f"{shapes}; give Task(metric=) a function of output and target")
     return scores.reshape(target.shape)
 
 

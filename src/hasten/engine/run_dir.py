@@ -25,7 +25,7 @@ from hasten.engine.error_messages import translate_disk_errors
 
 BEFORE_BEGIN = {"recipe.toml", "log.jsonl", "times.jsonl", "checkpoints"}  # the last three empty; then environment.json
 TEMPORARY = ".part"
-FREE_THE_DISK = "the files saved before are complete; free the disk and continue with --resume"
+FREE_THE_DISK = "the files saved before are complete; make the disk writable or free space, then pass --resume"
 
 
 class RunDirectory:

@@ -119,7 +119,7 @@ class TaskRef:
     def start_worker(
         self, service: str, processes: int, timeout: float | None, deadline: float | None, **arguments: Any
     ) -> Any:
-        """What answers the calls of a service (``module:Class``) instead of the engine; None: the engine does."""
+        """An object that answers the calls of a service (``module:Class``); None, as here: the engine answers them."""
         return None
 
     def sites(self) -> dict[str, Any] | None:
@@ -134,7 +134,7 @@ class TaskRef:
         """Writes ``sites`` beside a recipe, if there are any."""
 
     def fingerprint(self) -> str:
-        """A hash of the task's code: its file and the modules imported from its directory, or the pickled object."""
+        """Name and hash of the task's code: its file and modules imported from its directory, or the pickled object."""
         if self.obj is not None:
             sources = [_pickle(self.obj).encode()]
         else:
