@@ -33,7 +33,7 @@ class PeerFailure(RunError):  # noqa: N818  # another rank's error, not one of t
 
 
 class RunInterrupted(PeerFailure):
-    """A stop signal ended the run, after a checkpoint if it has a run directory; a second one ends it without saving."""
+    """A stop signal ended the run: after a checkpoint if it has a run directory; a second one ends it at once."""
 
 
 class CollectiveTimeout(PeerFailure):

@@ -28,7 +28,7 @@ def skipped_rows(task: Task) -> list[dict[str, Any]]:
 
 
 def restore_skipped_rows(task: Task, rows: list[dict[str, Any]]) -> None:
-    """Makes the pipelines of the task count as skipped the ``rows`` that ``skipped_rows`` returned before, no others."""
+    """Makes the pipelines of the task count as skipped the ``rows`` that ``skipped_rows`` returned, and no others."""
     for name, faults in _policies(task).items():
         own_rows = [row for row in rows if row["data"] == name]
         faults.restore({key: value for key, value in row.items() if key != "data"} for row in own_rows)

@@ -145,7 +145,7 @@ def _open_run_directory(
     max_bad_rows: int | None,
     code: str | None,
 ) -> RunDirectory | None:
-    """Checks the request on all ranks (ConfigurationError); the run directory on rank 0, None elsewhere or without."""
+    """Checks the request (ConfigurationError); the run directory on rank 0, None on other ranks or without ``out``."""
     higher_is_better(task)  # reports an unknown metric now, not after the first epoch
     if recipe is not None:
         check_conflicts(sort_methods(make_methods(recipe)))  # before the run directory can report another mismatch
