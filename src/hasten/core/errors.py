@@ -21,7 +21,7 @@ class RunError(RuntimeError):
 
 
 class MemoryExhaustedError(RunError):
-    """Memory of the host or of a GPU ran out, or another process has the GPU for itself ("Exclusive Process" mode)."""
+    """Memory of the host or a GPU ran out (or probably did: a killed process), or another process locks the GPU."""
 
 
 class NoEffectError(RunError):

@@ -112,7 +112,8 @@ def _connect(connect: Callable[[], Any]) -> Any:
         if peer_failure(error) == "timeout":
             raise
         rank = os.environ["RANK"]
-        raise PeerFailure(f"rank {rank} cannot connect to the other ranks: {format_error(error)}") from None
+        problem = f"rank {rank} cannot connect to the other ranks: {format_error(error)}"
+        raise PeerFailure(f"{problem}; check the network, and that all ranks were started") from None
 
 
 def _process_group_info(group: Any) -> ProcessGroupInfo:

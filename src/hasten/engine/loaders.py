@@ -83,7 +83,7 @@ def _init_worker(init: Callable[[int], None] | None, flush: bool, worker: int) -
     """``worker_init_fn`` of a DataLoader: calls the user's ``init``, and exits if the training process has died.
 
     torch ends a worker when its parent process changes. A worker whose parent died before that check began would run
-    forever. A forked worker inherits how the training process treats denormal numbers; to any other, ``flush`` says it.
+    forever. A forked worker inherits whether the training process flushes denormal numbers; others need ``flush``.
     """
     if flush:
         torch.set_flush_denormal(True)
