@@ -185,7 +185,7 @@ def _batches(data: Any, task: Task, batch_size: int, seed: int, training: bool) 
             raise ConfigurationError(f"Task(batch_size=) is missing for the samples of {name}; {advice}")
         if training and batch_size != initial_plan(task).batch_size:
             problem = "the batch size cannot be changed: the training data are ready batches"
-            raise ConfigurationError(f"{problem}; leave out the method that changes it")
+            raise ConfigurationError(f"{problem}; change it where they are made")
         return from_iterable_dataset(data, None, training, seed)
     if is_prebatched(data):
         return data.batches(batch_size, seed, training)

@@ -115,7 +115,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         spec = _spec_of(loader, seed, training)
     elif training and batch_size != (loader.batch_size or task_batch_size or 1):
         problem = "the batch size of this DataLoader cannot be changed: it has a sampler of its own"
-        raise ConfigurationError(f"{problem}; leave out the method that changes it")
+        raise ConfigurationError(f"{problem}; set it there")
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
         set_epoch(loader, epoch)
