@@ -40,12 +40,12 @@ LAZILY_IMPORTED_MODULES = ("torch._dynamo",)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters, to be written to: ``setattr`` would refuse a tensor of another kind."""
+    """Name -> parameter of the module itself; writing to this dictionary accepts tensors that ``setattr`` refuses."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Name -> buffer of a module, without those of submodules; the module's own dictionary, to be written to."""
+    """Name -> buffer of the module itself, without submodules; writing to this dictionary changes the module."""
     return module._buffers
 
 
@@ -149,7 +149,7 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 @contextmanager
 def patch_trunc_normal(make: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Replaces the implementation of ``nn.init.trunc_normal_`` by ``make(original)`` inside."""
+    """Context manager: replaces the implementation of ``nn.init.trunc_normal_`` by ``make(original)``."""
     original = nn.init._no_grad_trunc_normal_
     nn.init._no_grad_trunc_normal_ = make(original)
     try:
@@ -180,7 +180,7 @@ def workers_started(loader: torch.utils.data.DataLoader[Any]) -> bool:
 
 
 def swap_persistent_iterator(loader: torch.utils.data.DataLoader[Any], iterator: Any) -> Any:
-    """Makes a DataLoader with ``persistent_workers`` keep an iterator, or None; returns the one that it has kept."""
+    """Stores an iterator, or None, as that of a DataLoader with ``persistent_workers``; returns the previous one."""
     previous, loader._iterator = loader._iterator, iterator
     return previous
 
@@ -284,7 +284,7 @@ def autograd_error_kind(error: BaseException) -> str | None:
 
 @contextmanager
 def default_process_group_timeout(seconds: float) -> Iterator[None]:
-    """Sets the timeout of process groups made inside without one, such as those of ``init_device_mesh``."""
+    """Context manager: sets the default timeout of process groups, which ``init_device_mesh`` uses, in seconds."""
     module = dist.distributed_c10d
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(module, name) for name in names}
@@ -442,21 +442,21 @@ def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def patch_module_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``nn.Module.__call__`` for all modules; returns the function that was there."""
+    """Replaces ``nn.Module.__call__`` for all modules of this process; returns the original function."""
     original = nn.Module.__call__
     nn.Module.__call__ = call
     return original
 
 
 def patch_next_batch(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces ``__next__`` of all iterators of DataLoaders by ``make(original)``."""
+    """Replaces ``__next__`` of all DataLoader iterators in this process by ``make(original)``, without undoing it."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     _BaseDataLoaderIter.__next__ = make(_BaseDataLoaderIter.__next__)
 
 
 def patch_loader_iterator(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces the function of all DataLoaders, ``(loader) -> iterator``, by ``make(original)``."""
+    """Replaces the ``(loader) -> iterator`` of all DataLoaders in this process by ``make(original)``, for good."""
     from torch.utils.data import DataLoader
 
     DataLoader._get_iterator = make(DataLoader._get_iterator)

@@ -35,7 +35,7 @@ class ExtensibleElasticAgent(LocalElasticAgent):
         self._remaining_restarts = count
 
     def exit_codes(self) -> list[int | None]:
-        """Exit code of each rank of this node; None for one that still runs."""
+        """Exit codes of the ranks of this node, by local rank; None for a rank that still runs, -N after signal N."""
         context: Any = self._pcontext
         return [handler.proc.poll() for handler in context.subprocess_handlers.values()]
 

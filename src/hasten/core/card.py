@@ -12,7 +12,7 @@ from hasten.core.errors import ConfigurationError
 
 
 class Exactness(Enum):
-    """How a method may change the numbers. The class selects the check that it must pass."""
+    """How far a method may change the numbers of a training run; the comments name the check of each member."""
 
     BIT_EXACT = "same bits"  # torch.equal on every weight after 30 steps
     EQUIVALENT_MATH = "same formula"  # the same run in float64, relative difference below 1e-10
@@ -94,20 +94,21 @@ _KNOWN_WORDS = _TRAIT_WORDS | {"accelerates": PHASES, "default_for": FACTS, "rem
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """The facts about one method.
+    """The facts about one method, called "it" below.
 
     Attributes:
         summary: What it does, in one line.
         exactness: How it may change the numbers.
         source: Paper or document that it follows.
-        gain: The claimed speedup as (low, high); None if none is claimed. Measured speedups are in ``records/``.
+        gain: The claimed speedup as factors (low, high), 2.0 for twice as fast; None if none is claimed. Measured
+            speedups are in ``records/``.
         gain_when: The circumstances under which the claim holds.
         accelerates: Phases of the step that it shortens (keys of PHASES); the profiler computes a bound from them.
         applies_to: Facts (keys of FACTS) that must all hold for it to be worth trying; other words are not checked. The
             engine removes a method that applies to ``distributed`` runs only from a single process.
         requires: Traits (keys of TRAITS) of the run that it relies on.
         invalidates: Traits that do not hold in a run with it.
-        order: Its level among methods that wrap the same hook.
+        order: Its ``WrapOrder`` among methods that wrap the same hook.
         after: Names of methods that it must wrap (or follow, in a hook that edits).
         replaces: Hooks whose argument it discards. Two methods may replace the same hook if one is ``after`` the other.
         high_setup_cost: Building it takes seconds, which a short run does not earn back; the tuner tries it last.
@@ -115,7 +116,8 @@ class Card:
         search_space: Option -> SearchRange, or one value, for the joint search; empty: only the presets are tried.
         default_for: Facts under which the engine adds it to a recipe that replaces none of the same hooks.
         remedy_for: Problem (key of REMEDIES) -> options with which it may help; error messages suggest them.
-        on_gpu: On a GPU: ``presets`` to try first; is part of the strong ``baseline``, of the first ``composition``.
+        on_gpu: What differs on a GPU: "presets" (tried before the others), "baseline" (True: part of the strong
+            baseline), "composition" (True: part of the recipe of several methods that the tuner tries early).
         strong_baseline: Part of the strong baseline that the tuner measures besides the task as it is.
         trial_priority: The tuner tries methods with a high number first, such as those that shorten all later trials.
         not_searched: Why the tuner never tries it unless asked; empty if it does.

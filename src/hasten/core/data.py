@@ -94,7 +94,8 @@ class BatchSource:
         workers: The workers that compute the batches, if known.
         with_workers: ``(WorkerConfig or LoaderAutotuner) -> BatchSource``: the same batches, computed by these workers;
             None where ``spec`` describes how to read them, or only the current workers can compute them.
-        on_device: (bytes, ``(device) -> BatchSource``: the same batches of samples that are stored there), if possible.
+        on_device: (bytes of all samples, ``(device) -> BatchSource``: the same batches, of samples stored on that
+            device); None if impossible.
         position: (epoch, start) of the epoch that ``__iter__`` returns.
     """
 
@@ -115,7 +116,7 @@ class BatchSource:
 
     def __len__(self) -> int:
         if self.length is None:
-            raise TypeError("these batches have no known length")
+            raise TypeError("the number of batches of this BatchSource is unknown")
         return self.length
 
     def with_spec(self, **changes: Any) -> BatchSource:
@@ -124,7 +125,7 @@ class BatchSource:
         return self.spec.build(dataclasses.replace(self.spec, **changes))
 
     def map_iterator(self, function: Callable[[Iterator[Any]], Iterator[Any]]) -> BatchSource:
-        """The same batches, with ``function`` applied to the iterator of each epoch."""
+        """A copy whose epochs are ``function(iterator of the epoch)``; it has no ``spec`` and no ``with_workers``."""
 
         def mapped(epoch: int, start: int = 0) -> Iterator[Any]:
             return function(self.epoch(epoch, start))

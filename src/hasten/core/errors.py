@@ -11,21 +11,21 @@ MAX_NAMED = 15  # words of a list in a message
 
 
 class ConfigurationError(ValueError):
-    """A wrong request: nothing was started, nothing was changed. Exit code 2."""
+    """The request (options, recipe, task or data) is wrong. Mostly raised before training starts. Exit code 2."""
 
 
 class RunError(RuntimeError):
-    """A run that started and cannot continue (NaN, a dataset that raises, a full disk). Exit code 1."""
+    """A valid request that failed or cannot be resumed (NaN, a dataset that raises, a full disk). Exit code 1."""
 
     arm: int | None = None  # of a comparison, the arm that failed: 0 for a, 1 for b
 
 
 class MemoryExhaustedError(RunError):
-    """The memory of the machine or of a GPU did not suffice, for this process beside all others."""
+    """Memory of the host or a GPU ran out (or probably did: a killed process), or another process locks the GPU."""
 
 
 class NoEffectError(RunError):
-    """Raised by the check of a method's effect: the method changed nothing that the check looks at."""
+    """Raised by the check of a method's effect (``RunContext.observe_effect``): the method did not act in the step."""
 
 
 class PeerFailure(RunError):  # noqa: N818  # another rank's error, not one of this rank
@@ -33,7 +33,7 @@ class PeerFailure(RunError):  # noqa: N818  # another rank's error, not one of t
 
 
 class RunInterrupted(PeerFailure):
-    """Raised on every rank after a stop signal, once the run is saved."""
+    """A stop signal ended the run: after a checkpoint if it has a run directory; a second one ends it at once."""
 
 
 class CollectiveTimeout(PeerFailure):

@@ -73,7 +73,7 @@ def in_range(value: Any, one_of: tuple[str, ...], bounds: dict[str, float]) -> b
 
 
 def validate_options(method: Any) -> None:
-    """Raises ValueError if an option of a method lies outside its range."""
+    """Raises ValueError if an option of a method lies outside its range; defaults are always allowed."""
     for opt in fields(method):
         value, spec = getattr(method, opt.name), opt.metadata
         if "range" in spec and value is not opt.default and not in_range(value, spec["one_of"], spec["bounds"]):
@@ -153,7 +153,7 @@ def hooks_of(method: Method | type[Method]) -> tuple[str, ...]:
 
 
 def required_traits(method: Method) -> Set[str]:
-    """The traits that a method relies on: those of its card, and ``monolithic_forward`` if its hooks imply it.
+    """The traits (keys of TRAITS) that a method relies on: its card has them, or its hooks imply monolithic_forward.
 
     A method that changes the forward or backward pass relies on each rank computing both for its own samples. A
     BIT_EXACT method, such as one that only observes, does not: it may miss what other ranks compute.

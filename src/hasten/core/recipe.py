@@ -68,14 +68,15 @@ class Recipe:
 
     @staticmethod
     def from_tables(methods: Any, where: str) -> Recipe:
-        """The recipe with the options of each method; ``where`` names their document in errors."""
+        """The recipe of ``methods`` (method -> options); ConfigurationError, which names ``where``, if it is none."""
         if not isinstance(methods, dict) or any(type(one) is not dict for one in cast(Any, methods).values()):
             raise ConfigurationError(f"{where}: every method is a table, as in [methods.bfloat16]")
         recipe = Recipe(cast(Any, methods))
         for name, options in recipe.methods.items():
             for key, value in options.items():
                 if not isinstance(value, (bool, int, float, str)):
-                    raise ConfigurationError(f"{where}: {name}.{key} is a {type(value).__name__}, no number or text")
+                    kind = type(value).__name__
+                    raise ConfigurationError(f"{where}: {name}.{key} must be a number, text or boolean, not a {kind}")
         return recipe
 
     @staticmethod

@@ -25,7 +25,7 @@ class TrainProgress:
         epoch: Epochs completed.
         batch: Batches of the current epoch done.
         samples: Training samples seen, summed over all ranks.
-        microbatch_fraction: Samples of the current microbatch, divided by those of its step.
+        microbatch_fraction: Samples of the current microbatch, divided by those of this rank in the step.
         is_last_microbatch: Whether the current microbatch is the last of its step.
         global_batch_size: Samples of the current step, summed over all ranks; 0 in a single process.
         loss_weight: Samples of this rank's shard, divided by an equal share of the global batch.
@@ -109,14 +109,15 @@ class ParallelContext:
         pp_size: Pipeline stages of each replica. The ranks of a stage are consecutive.
         device_mesh: The ``DeviceMesh``, once a method called ``get_device_mesh``.
         eval_needs_all_ranks: Whether the model computes only if all ranks call it; then all of them evaluate.
-        num_parameter_owners: Ranks per replica that hold disjoint sets of parameters; those of others are on meta.
+        num_parameter_owners: Ranks per replica that hold disjoint sets of parameters; other sets are on meta there.
         replicated_params: Parameters of this rank that all owners hold.
         sync_period: Steps after which the cost of a step repeats; above 1 if ranks communicate only every few steps.
-        warmup_steps: Steps at the start with another cost.
+        warmup_steps: Number of steps at the start of the run that cost more or less time than later ones.
         init_device: Where the model is built before the ``parallelize`` hooks: "device" (of the run), "cpu" or "meta".
         materialize: ``(tensors) -> (index, tensor)`` pairs with initialized values, in one pass; for a model on meta.
-        rank_state: As ``RunContext.checkpoint_state``, for state that differs between ranks; needs the same world size.
-        merge_rank_states: ``(state) -> state``: one state of weights that differ between ranks, for any world size.
+        rank_state: As ``RunContext.checkpoint_state``, for state that differs between ranks; restored only at the same
+            world size, else it starts anew.
+        merge_rank_states: ``(state of this rank) -> state``: merges weights that differ between ranks. All call it.
     """
 
     ranks: ProcessGroupInfo
@@ -141,7 +142,7 @@ class ParallelContext:
 
     @property
     def is_model_parallel(self) -> bool:
-        """Whether the ranks of a model replica hold different parameters."""
+        """Whether the ranks of a model replica hold different parameters (not merely shards of the same ones)."""
         return self.num_parameter_owners > 1
 
     @property

@@ -18,7 +18,10 @@ from hasten.core.run_context import TrainProgress
 
 @dataclass(frozen=True)
 class SyncGroup:
-    """Tells batch norm layers whether the current batch is sharded; one object for all layers and their copies."""
+    """Whether the current batch is sharded over ``world_size`` ranks; one object for all batch norm layers and copies.
+
+    ``progress`` has the size of the current global batch.
+    """
 
     progress: TrainProgress
     world_size: int
@@ -33,7 +36,7 @@ class SyncGroup:
 
 
 class DistributedBatchNorm(BatchNorm):
-    """A batch normalization layer that ``convert_sync_batchnorm`` has converted."""
+    """A layer that normalizes over the global batch while it trains; made in place by ``convert_sync_batchnorm``."""
 
     group: SyncGroup
 

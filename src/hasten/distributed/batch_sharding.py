@@ -48,8 +48,11 @@ GlobalBatch: TypeAlias = tuple[int, int]  # its number of samples, and a fingerp
 
 
 class BatchIndices(list[int]):
-    """Indices from position ``first`` on of a global batch, which has the index ``batch`` in its epoch; None: the same
-    as among the batches that this rank reads.
+    """The sample indices of a batch or of a shard of it, with its place in the epoch, which seeds the samples.
+
+    Attributes:
+        first: Position of the first of these indices in the global batch.
+        batch: Index of the global batch in the epoch; None if that is the index among the batches that this rank reads.
     """
 
     first = 0
@@ -65,7 +68,7 @@ class EvaluationShards:
 
     @contextmanager
     def activated(self) -> Iterator[None]:
-        """Context manager: an evaluation in which each rank reads other batches."""
+        """Context manager: sets ``active``, so that in an evaluation inside it each rank reads other batches."""
         self.active = True
         try:
             yield
@@ -110,8 +113,9 @@ def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, 
     """This rank's shard of every batch. A batch with fewer samples than ranks is read completely by all of them.
 
     Samples read by index are read by one rank each. A stream, or a DataLoader with its own sampler, is read completely
-    by every rank; RunError, then, if it has samples outside tensors. Random numbers drawn by samples depend on their
-    position or come from a separate generator: ranks of one replica (``stages``) may draw others in their layers.
+    by every rank; RunError, then, if it has samples outside tensors. Random numbers that samples draw depend on their
+    position or come from a separate generator, because the ``stages`` of one replica read the same samples but draw
+    different numbers in their layers.
     """
     if ranks.is_single_process and (stages == 1 or batches.seekable):
         return batches
@@ -184,7 +188,7 @@ def with_loss_weights(
 
 
 def check_batch_divisible(processes: int, samples: int) -> None:
-    """Raises ``ConfigurationError`` if there are more ranks than samples in a batch."""
+    """Raises ``ConfigurationError`` if a batch of ``samples`` has fewer of them than there are ``processes``."""
     if processes > samples:
         advice = "take fewer, or larger batches"
         raise ConfigurationError(f"{processes} processes cannot share a batch of {samples} samples; {advice}")
@@ -331,7 +335,7 @@ def _fingerprint(batch: Batch) -> int:
 
 
 def _sums(batch: Batch) -> list[list[float]]:
-    """(sum, sum of absolute values) of each tensor: equal up to rounding if the samples are the same."""
+    """[sum, sum of absolute values] of each real tensor of a batch: equal up to rounding for the same samples."""
     tensors = [tensor.detach().double() for tensor in batch_tensors(batch) if not tensor.is_complex()]
     return [[tensor.sum().item(), tensor.abs().sum().item()] for tensor in tensors]
 

@@ -65,7 +65,7 @@ def all_reduce_mean(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | 
 
 @torch.no_grad()
 def coalesced(tensors: Iterable[torch.Tensor], send: Callable[[torch.Tensor], object]) -> None:
-    """Calls a collective on few large tensors: ``send(flat)`` changes a 1-d concatenation in place."""
+    """Calls ``send(flat)``, which changes ``flat`` in place, on 1-d concatenations of tensors; copies results back."""
     for bucket in buckets(tensors):
         values = torch.cat([tensor.reshape(-1) for tensor in bucket])
         send(values)
@@ -74,7 +74,7 @@ def coalesced(tensors: Iterable[torch.Tensor], send: Callable[[torch.Tensor], ob
 
 
 def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Groups consecutive tensors of one dtype and device, of at most BUCKET_ELEMENTS (or one larger tensor)."""
+    """Yields groups of consecutive tensors of one dtype and device, of at most BUCKET_ELEMENTS or one larger tensor."""
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -108,7 +108,7 @@ class GradientBucket:
 
 
 def all_reduce_gradients(params: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
-    """Replaces each gradient (of a DTensor: its local shard) by its mean over the ranks of the group."""
+    """Replaces each gradient (of a DTensor: its local shard) by its mean over the group; a missing one counts as 0."""
     if not params:
         return
     gradients = GradientBucket(params)
@@ -144,14 +144,14 @@ def find_divergent_tensors(
 
 
 def allow_divergent_replicas(run: RunContext, name: str) -> None:
-    """Declares that replicas differ between ranks: checkpoints store their mean and every rank's own replica."""
+    """Declares that replicas differ between ranks: checkpoints store their mean and, as ``name``, every replica."""
     assert run.parallel is not None
     run.parallel.rank_state[name] = LocalReplicaState(run)
     run.parallel.merge_rank_states = lambda state: average_state(state, run)
 
 
 class LocalReplicaState:
-    """This rank's replica of the model, and the state of its optimizer."""
+    """Saves and loads this rank's replica of the model and optimizer state, where replicas differ between ranks."""
 
     def __init__(self, run: RunContext) -> None:
         self.run = run

@@ -51,7 +51,7 @@ Materialize = Callable[[Sequence[torch.Tensor]], Iterator[tuple[int, torch.Tenso
 
 
 def deferred_init(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Materialize]:
-    """The model of ``make`` on the meta device, and ``InitRecorder.materialize``; ConfigurationError if impossible."""
+    """(model of ``make`` on meta, function that initializes given tensors of it); ConfigurationError if impossible."""
     recorder = InitRecorder()
     try:
         with recorder, ReportCpuDevice(), _record_trunc_normal(recorder):
@@ -102,7 +102,7 @@ class ReportCpuDevice(TorchFunctionMode):
 
 
 def _record_trunc_normal(recorder: InitRecorder) -> AbstractContextManager[None]:
-    """Records ``trunc_normal_`` as one operation: it reads its values, and redraws those outside the bounds."""
+    """Context manager: records ``trunc_normal_`` as one operation, as it reads its values to redraw some of them."""
 
     def recording(draw: Callable[..., Any]) -> Callable[..., Any]:
         def draw_or_record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _record_trunc_normal(recorder: InitRecorder) -> AbstractContextManager[None]
 
 @dataclass(frozen=True)
 class StorageView:
-    """Stands for a meta tensor in a record: id of its storage, and shape, strides, offset and dtype in it."""
+    """Stands for a meta tensor in a record: storage id, shape, strides and offset (in elements), and dtype."""
 
     storage: int
     size: tuple[int, ...]

@@ -53,7 +53,7 @@ def _can_step(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> bool:
 
 
 def gather_full_state(state: Any, keep: bool = True) -> Any:
-    """A nested state with DTensors gathered to full tensors; None with ``keep=False``. All ranks must call it."""
+    """A nested state with each DTensor gathered to a full tensor (``keep=False``: to None). All ranks must call it."""
 
     def gather(leaf: Any) -> Any:
         if not hasattr(leaf, "full_tensor"):
@@ -65,7 +65,10 @@ def gather_full_state(state: Any, keep: bool = True) -> Any:
 
 
 def local_shards(state: Any, keep: bool = True) -> Any:
-    """This rank's shards, with offsets; None for meta tensors, and with ``keep=False`` for all but DTensors."""
+    """A nested state with each DTensor replaced by {PIECE: local shard, "first": its offsets, "shape": full shape}.
+
+    Meta tensors become None, with ``keep=False`` all values except DTensors.
+    """
 
     def shard_of(leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
@@ -117,13 +120,15 @@ def clip_norm(params: list[torch.Tensor], max_norm: float, parallel: ParallelCon
 
 
 def move_to_meta(model: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
-    """Moves parameters and buffers of a model to the meta device; tensors that were shared stay shared."""
+    """Replaces those of a model's tensors that are in ``tensors`` by meta tensors; tied tensors stay tied."""
     moved = {id(tensor) for tensor in tensors}
     replace_tensors(model, lambda tensor: tensor.to("meta") if id(tensor) in moved else tensor)
 
 
 def distribute_like(value: Any, reference: Any) -> Any:
-    """Shards a full tensor like the DTensor ``reference``; a value of another shape is returned unchanged."""
+    """The full tensor ``value`` sharded like the DTensor ``reference``; unchanged if either is no such tensor, or their
+    shapes differ. Returns a ``reference`` on the meta device itself: another rank owns that tensor.
+    """
     if isinstance(reference, torch.Tensor) and reference.is_meta:
         return reference  # another rank has it
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)

@@ -13,9 +13,9 @@ from hasten.distributed.collectives import all_reduce_gradients
 
 
 def assign_mesh_dim(method: Method, run: RunContext, dimension: str) -> None:
-    """Gives a mesh dimension ("pp" or "tp") to a method whose ``degree`` is its size; 0: all ranks that others leave.
+    """Gives a mesh dimension ("pp" or "tp") to a method, whose ``degree`` is its size; 0: all ranks that others leave.
 
-    ConfigurationError if the degrees do not fit the number of ranks, or if two methods both request all ranks.
+    Sets model_parallel_size and pp_size. ConfigurationError if the degrees do not fit the ranks, or two request all.
     """
     parallel = run.parallel
     assert parallel is not None

@@ -10,10 +10,12 @@ HEADER = MAX_DIMS + 2  # elements of a header: index of the dtype, number of dim
 
 
 def encode_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Encodes dtype and shape as int64 of shape (HEADER,), on the tensor's device. ``RunError`` if not in DTYPES."""
+    """Encodes dtype and shape as int64 of shape (HEADER,), on the tensor's device. RunError for a dtype not in DTYPES
+    and for more than MAX_DIMS dimensions.
+    """
     if tensor.dtype not in DTYPES or tensor.ndim > MAX_DIMS:
         kind = f"a tensor of {tensor.dtype} with {tensor.ndim} dimensions"
-        supported = f"supported: {', '.join(map(str, DTYPES))}, {MAX_DIMS} dimensions"
+        supported = f"cast or reshape it in the model to {', '.join(map(str, DTYPES))}, at most {MAX_DIMS} dimensions"
         raise RunError(f"{kind} cannot be sent to another rank; {supported}")
     values = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
     return torch.tensor(values + [0] * (HEADER - len(values)), device=tensor.device)

@@ -28,7 +28,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Iterator[ProcessGroupInfo]:
     """The process group of the job that this process was started in; a single process where there is none.
 
-    ``device`` "cuda..." initializes NCCL as well; it waits ``timeout`` seconds for a silent rank. ConfigurationError
+    ``device`` "cuda..." initializes NCCL as well. A collective waits ``timeout`` seconds for a rank. ConfigurationError
     if the environment is incomplete, PeerFailure if ranks cannot be reached, have ended or do not answer.
     """
     if not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -58,7 +58,9 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
 
 
 def on_main_process(ranks: ProcessGroupInfo, function: Callable[[], T]) -> T | None:
-    """``function()`` on rank 0; None on others, where an error of it is a PeerFailure. All ranks must call it."""
+    """Calls ``function`` on rank 0 only; returns its result there, None on others. If it raises an error of hasten, the
+    other ranks raise PeerFailure with its message. All ranks must call it.
+    """
     result = error = None
     if ranks.is_main_process:
         try:
@@ -103,14 +105,15 @@ def _translate_peer_errors(timeout: float) -> Iterator[None]:
 
 
 def _connect(connect: Callable[[], Any]) -> Any:
-    """Calls ``connect()``, which waits for all ranks; its errors become ``PeerFailure``."""
+    """Returns ``connect()``, which waits for all ranks; any error except a timeout becomes ``PeerFailure``."""
     try:
         return connect()
     except Exception as error:
         if peer_failure(error) == "timeout":
             raise
         rank = os.environ["RANK"]
-        raise PeerFailure(f"rank {rank} cannot connect to the other ranks: {format_error(error)}") from None
+        problem = f"rank {rank} cannot connect to the other ranks: {format_error(error)}"
+        raise PeerFailure(f"{problem}; check the network, and that all ranks were started") from None
 
 
 def _process_group_info(group: Any) -> ProcessGroupInfo:

@@ -39,9 +39,10 @@ class AsyncCheckpointer:
     def begin(
         self, state: dict[str, Any], update_only: Iterable[torch.Tensor], write: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Begins to copy a nested state of tensors and plain data, and to ``write`` it in the thread.
+        """Copies ``state`` (nested tensors and plain data) to the host and calls ``write(copy)`` in the thread.
 
-        Those in ``update_only`` change only after ``before_update``. RunError if the previous one could not be written.
+        The thread copies the tensors in ``update_only``, which change only after ``before_update``; all others are
+        copied by this call. RunError if the previous checkpoint could not be written.
         """
         self.finish()
         found: dict[Key, torch.Tensor] = {}
@@ -70,7 +71,7 @@ class AsyncCheckpointer:
             pending.result()
 
     def close(self) -> None:
-        """Ends the thread; warns, because the run may have failed already, if the checkpoint could not be written."""
+        """Waits for the thread and ends it; warns, since the run may have failed, if its checkpoint was not written."""
         self.thread.shutdown()
         if self.pending is not None and (error := self.pending.exception()):
             warnings.warn(f"the newest checkpoint is missing: {format_error(error)}", HastenWarning, stacklevel=2)
@@ -118,7 +119,7 @@ def _staging_buffer(previous: torch.Tensor | None, tensor: torch.Tensor) -> torc
 
 @contextmanager
 def _on_stream(streams: dict[torch.device, torch.cuda.Stream], tensor: torch.Tensor) -> Generator[None]:
-    """Context manager: copies of the tensor are queued on the stream of its GPU.
+    """Context manager: copies of ``tensor`` are queued on the one of ``streams`` for its GPU; without effect on a CPU.
 
     Its GPU is made the current one as well: to leave a stream, torch returns to the current one, in a new thread the
     first, and would create a context with hundreds of MB there.

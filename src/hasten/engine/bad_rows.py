@@ -14,18 +14,21 @@ FILE = "skipped.jsonl"
 
 
 def with_bad_row_limit(task: Task, max_rows: int) -> Task:
-    """The task, whose pipelines skip up to ``max_rows`` bad rows; ConfigurationError if its data are no pipeline."""
+    """A copy of the task whose hasten.data pipelines (training, validation) each skip up to ``max_rows`` rows per run.
+
+    ConfigurationError if the training data are no such pipeline.
+    """
     validation = _with_limit(task.validation_data, max_rows, required=False)
     return replace(task, train_data=_with_limit(task.train_data, max_rows, required=True), validation_data=validation)
 
 
 def skipped_rows(task: Task) -> list[dict[str, Any]]:
-    """The rows skipped so far: [{"data": "train" or "validation", "row", "where", "why"}], in order."""
+    """The rows skipped so far: [{"data": "train" or "validation", "row": index, "where": file and position, "why"}]."""
     return [{"data": name, **row} for name, faults in _policies(task).items() for row in faults.listed()]
 
 
 def restore_skipped_rows(task: Task, rows: list[dict[str, Any]]) -> None:
-    """Restores the rows that ``skipped_rows`` returned in an earlier process of the run."""
+    """Makes the pipelines of the task count as skipped the ``rows`` that ``skipped_rows`` returned, and no others."""
     for name, faults in _policies(task).items():
         own_rows = [row for row in rows if row["data"] == name]
         faults.restore({key: value for key, value in row.items() if key != "data"} for row in own_rows)

@@ -30,8 +30,8 @@ class PauseActions:
 class PauseSchedule:
     """Decides when a run pauses between two steps, and what it does then.
 
-    ``stop_signals`` grows when this process is asked to stop. Rank 0 writes checkpoints if ``saves`` is set, at least
-    ``checkpoint_seconds`` apart; 0: at every step.
+    ``stop_signals`` grows when this process is asked to stop. With ``saves``, checkpoints are due, at least
+    ``checkpoint_seconds`` apart and at most 1 % of the time; 0: at every step.
     """
 
     def __init__(self, run: RunContext, stop_signals: list[int], checkpoint_seconds: float, saves: bool) -> None:

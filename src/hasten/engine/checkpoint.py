@@ -46,7 +46,10 @@ class Checkpoints:
         self.good: list[Path] = []  # known to be complete, oldest first
 
     def save(self, state: State, rank: int = 0) -> None:
-        """Writes a checkpoint, or one rank's shard of it, and removes all but the newest two."""
+        """Writes a checkpoint, or one rank's shard of it; the first warns if it does not load without executing code.
+
+        Rank 0 also removes the files of all ranks except those of the newest two checkpoints (three if in shards).
+        """
         path = self.directory / _file_name(state["progress"]["step"], rank)
         atomic_write(path, lambda file: torch.save(state, file))
         if not self.good:  # warns at the first save, not after a crash
@@ -65,7 +68,9 @@ class Checkpoints:
                         other.unlink(missing_ok=True)
 
     def newest(self, matches: Callable[[State], bool]) -> State | None:
-        """The newest complete checkpoint that ``matches``; None without any, RunError if all of them are unusable."""
+        """The newest complete checkpoint that ``matches``; warns of each newer one. None without files, RunError if no
+        file can be used.
+        """
         paths = sorted(self.directory.glob(_file_name("[0-9]" * 10, 0)), reverse=True)
         for path in paths:
             try:
@@ -117,7 +122,8 @@ def load_checkpoint(path: Path) -> State:
 def get_state(program: Program, in_shards: bool = False) -> State:
     """The checkpoint state of a run, for any number of ranks to resume from. All ranks must call it.
 
-    With ``in_shards`` every rank returns its own shard of each sharded tensor; otherwise rank 0 returns full tensors.
+    Keys: model, optimizer, checkpoint_state, schedule, progress, random, other_ranks, rank_state, parts, save. With
+    ``in_shards`` every rank returns its own shard of each sharded tensor; otherwise rank 0 returns full tensors.
     """
     run, ranks = program.run, program.run.ranks
     parallel = run.parallel or ParallelContext(ranks)
@@ -186,7 +192,7 @@ def gather_weights(state: State, run: RunContext) -> State:
 
 
 def restore(program: Program, state: State) -> None:
-    """Restores what ``get_state`` returned, except the random state. RunError: it does not fit the task or methods."""
+    """Loads what ``get_state`` returned into the program, except the random state. RunError if it does not fit it."""
     run, rank_states = program.run, state["rank_state"]
     same_world_size = len(rank_states) == run.ranks.world_size
     try:
@@ -259,7 +265,10 @@ def restore_rng_state(batches: BatchSource, state: State) -> None:
 def resume_epoch(
     batches: BatchSource, start_of_epoch: State | None, now: State
 ) -> Callable[[int, int], Iterator[Batch]]:
-    """``batches.epoch`` for the rest of an interrupted epoch, replayed if not seekable; ``now``: its random state."""
+    """``(epoch, start) -> batches`` for the rest of an interrupted epoch, after restoring the random state ``now``.
+
+    A source that is not seekable first replays the batches before ``start`` from its random state ``start_of_epoch``.
+    """
 
     def epoch(index: int, start: int) -> Iterator[Batch]:
         if batches.seekable or start_of_epoch is None or not start:
@@ -276,7 +285,7 @@ def resume_epoch(
 
 
 def sync_rng(ranks: ProcessGroupInfo, batches: BatchSource) -> None:
-    """Gives all ranks rank 0's random state, so that they draw the same order. All ranks must call it."""
+    """Sets the CPU's random state of all ranks to that of rank 0, so that they draw the same order. A collective."""
     if not ranks.is_single_process:
         state = rng_state(batches)
         for name in ("cuda", "device"):  # a source draws on the CPU; the model draws on each rank's GPU

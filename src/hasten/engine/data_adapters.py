@@ -32,7 +32,7 @@ ONE_PROCESS_ONLY = (
 
 
 def load_data(task: Task) -> Task:
-    """The task with its data, loaded by calling any function given for them; ConfigurationError if they are empty."""
+    """A copy of the task in which data given as a function are loaded; ConfigurationError if empty or no dataset."""
     validation = None if task.validation_data is None else _load(task.validation_data, "validation_data")
     return replace(task, train_data=_load(task.train_data, "train_data"), validation_data=validation)
 
@@ -107,7 +107,9 @@ def _refuse_distributed_sampler(data: Any, field: str) -> None:
 
 
 def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
-    """The first batch, not consumed; of the validation data if only they can be read again. Else ConfigurationError."""
+    """The first training batch, not consumed; of validation if the training data can be read only once.
+    ConfigurationError if there are no validation data then.
+    """
     source = training if training.seekable else validation
     if source is None:
         reason = "these data can be read only once; give validation_data"
@@ -182,7 +184,8 @@ def _batches(data: Any, task: Task, batch_size: int, seed: int, training: bool) 
             name = "train_data" if training else "validation_data"
             raise ConfigurationError(f"Task(batch_size=) is missing for the samples of {name}; {advice}")
         if training and batch_size != initial_plan(task).batch_size:
-            raise ConfigurationError("the batch size cannot be changed: the training data are ready batches")
+            problem = "the batch size cannot be changed: the training data are ready batches"
+            raise ConfigurationError(f"{problem}; change it where they are made")
         return from_iterable_dataset(data, None, training, seed)
     if is_prebatched(data):
         return data.batches(batch_size, seed, training)

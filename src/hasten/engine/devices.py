@@ -24,7 +24,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def pick_device(name: str | None = None) -> str:
-    """``name``, or by default "cuda" if there is an NVIDIA GPU, else "cpu"; ConfigurationError if it is unusable."""
+    """``name``; by default "cuda" if PyTorch can use a GPU, else "cpu", with a warning if there is one that it cannot.
+    ConfigurationError if ``name`` is no CPU or GPU of this machine.
+    """
     if name is None:
         if torch.cuda.is_available():
             return "cuda"
@@ -82,7 +84,7 @@ def visible_gpus() -> tuple[str, list[str]]:
 
 
 def assign_gpus(visible: Sequence[tuple[str, Sequence[str]]], local_ranks: Sequence[int]) -> list[int]:
-    """The index of the GPU of each rank, among those that it sees . ConfigurationError if GPUs do not suffice.
+    """The index of each rank's GPU among the GPUs that the rank sees. ConfigurationError if ranks would share a GPU.
 
     torchrun shows all GPUs of a node to all its ranks; Slurm, Kubernetes and MIG may show each rank its own one only.
     """

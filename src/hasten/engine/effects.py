@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class EffectObserver:
-    """Observes the effect of each of the ``methods`` of a built ``run`` in one step; takes over its ``effect_checks``.
+    """Observes the effect of each of the ``methods`` of a built ``run`` in one step; empties ``run.effect_checks``.
 
     Attributes:
         evidence: Method -> what its check saw, in one line; "effect not checked" for a method without a check.
@@ -52,7 +52,9 @@ class EffectObserver:
         self.warmup_steps = WARMUP_STEPS if steps is None else min(WARMUP_STEPS, max(0, steps - 1))
 
     def observed(self, steps: Generator[T]) -> Generator[T]:
-        """Yields from ``steps``, which trains a step whenever it advances, and observes one; RunError as ``check``."""
+        """Yields from ``steps``, which trains a step whenever it advances, and observes the one after the warm-up.
+        RunError as in ``check``.
+        """
         return self._observed(steps) if self.checks else steps
 
     def check(self) -> None:

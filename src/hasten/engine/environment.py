@@ -14,7 +14,7 @@ import hasten
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Versions of Python, torch and hasten, and the machine with its ``device``, as JSON data."""
+    """Name -> value, as JSON data: versions (python, torch, ...), cpu, cores, threads, device and, on CUDA, the GPU."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu_names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
     facts: dict[str, Any] = {
@@ -41,7 +41,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def machine_and_versions(device: str) -> dict[str, dict[str, Any]]:
-    """``{"machine", "versions"}`` on which the measurements were made, for result.json."""
+    """``{"machine": {cpu, cores, device, ...}, "versions": {package: version}}`` of this process, for result.json."""
     facts = environment(device)
     machine = {key: facts.get(key) for key in ("cpu", "cores", "threads", "device", "gpu")}
     machine |= {key: facts[key] for key in ("gpus", "gpu_memory_gb") if key in facts}
@@ -56,7 +56,7 @@ def cores() -> int:
 
 
 def source_hash() -> str:
-    """A hash of hasten's own source files: measurements of different versions must not be compared."""
+    """A hash, 16 hex digits, of hasten's own source files: measurements of different versions must not be compared."""
     digest = hashlib.sha256()
     for path in sorted(Path(hasten.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -30,7 +30,10 @@ GPU_TAKEN = (
 
 
 def explain_error(error: Exception, where: str, batch_size: int) -> RunError | ConfigurationError:
-    """The error to raise instead of ``error`` at ``where``, a position; ``batch_size``: samples of a batch, or 0."""
+    """The error to raise instead of ``error``: one line with reason, line in the user's code and remedy.
+
+    ``where`` names what failed, such as "step 3 (epoch 1, batch 3)"; ``batch_size``: samples of a batch, 0 if unknown.
+    """
     if isinstance(error, (RunError, ConfigurationError)):
         return error
     if is_out_of_memory(error):
@@ -59,7 +62,7 @@ def format_position(step: int, epoch: int, batch: int) -> str:
 
 @contextmanager
 def translate_disk_errors(path: Path, advice: str) -> Generator[None]:
-    """Context manager: turns an OSError into a RunError "cannot write ``path``: reason; ``advice``"."""
+    """Context manager: an OSError, also inside an error of torch, becomes RunError "cannot write PATH: why; ADVICE"."""
     try:
         yield
     except RunError:
@@ -88,7 +91,7 @@ def writable(path: Path, option: str = "--out") -> Generator[None]:
 
 
 def line_in_users_code(error: BaseException) -> tuple[str, int] | None:
-    """(file, line) of the innermost frame outside torch and hasten; of an error from a worker, its ``raised_at``."""
+    """(file, line) of the innermost frame outside torch and hasten, or the error's ``raised_at`` (set in workers)."""
     if (line := getattr(error, "raised_at", None)) is not None:
         return line
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -12,10 +12,10 @@ from hasten.utils.rng import preserve_rng_state
 
 
 def evaluate(program: Program) -> EvaluationResult:
-    """The metric over the validation data, by the exported model, of rank 0. Changes no state. All ranks must call it.
+    """Metric and loss of the exported model over the validation data, equal on all ranks. Changes no state; collective.
 
-    The ranks share the batches where they can. Otherwise rank 0 evaluates all of them, or every rank does if the model
-    computes only if all ranks call it.
+    The ranks share the batches where they can, with the buffers of rank 0. Otherwise rank 0 evaluates all batches; all
+    ranks do if the model computes only if all ranks call it.
     """
     model, ranks, shards = program.export(), program.run.ranks, _shards(program)
     result = None

@@ -83,7 +83,7 @@ def _init_worker(init: Callable[[int], None] | None, flush: bool, worker: int) -
     """``worker_init_fn`` of a DataLoader: calls the user's ``init``, and exits if the training process has died.
 
     torch ends a worker when its parent process changes. A worker whose parent died before that check began would run
-    forever. A forked worker inherits how the training process treats denormal numbers; to any other, ``flush`` says it.
+    forever. A forked worker inherits whether the training process flushes denormal numbers; others need ``flush``.
     """
     if flush:
         torch.set_flush_denormal(True)
@@ -95,9 +95,9 @@ def _init_worker(init: Callable[[int], None] | None, flush: bool, worker: int) -
 
 
 def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed: int, training: bool) -> BatchSource:
-    """A ready DataLoader, iterated as a hand-written loop would; ``spec`` is set if its samples are read by index.
+    """The batches of a ready DataLoader, iterated as a hand-written loop would; with a ``spec`` if it reads by index.
 
-    ConfigurationError for another ``batch_size`` than that of a DataLoader with a batch sampler of its own.
+    ConfigurationError if ``batch_size`` differs from the size of training batches that a custom sampler forms.
     """
     spec = _spec_of(loader, seed, training)
     if spec is not None and loader.batch_size is not None and batch_size != loader.batch_size and training:
@@ -114,7 +114,8 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         )
         spec = _spec_of(loader, seed, training)
     elif training and batch_size != (loader.batch_size or task_batch_size or 1):
-        raise ConfigurationError("the batch size of this DataLoader cannot be changed: it has a sampler of its own")
+        problem = "the batch size of this DataLoader cannot be changed: it has a sampler of its own"
+        raise ConfigurationError(f"{problem}; set it there")
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
         set_epoch(loader, epoch)

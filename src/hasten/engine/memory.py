@@ -24,7 +24,7 @@ MemoryPeak = dict[str, Any]  # bytes by name and, as "device", the name of the d
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begins the peak anew: what this process held before belongs to no run."""
+    """Resets the peaks of GPU and host memory of this process to what it holds now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):  # not Linux, or not allowed: the peak of the whole process remains
@@ -32,7 +32,10 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def memory_peak(device: torch.device) -> MemoryPeak:
-    """The peak of this process; ``current``: what it holds now; ``available``: that and what is free on the device."""
+    """Bytes of this process: the peak as "resident" (CPU), or "allocated" and "reserved" (GPU).
+
+    "current" is what it holds now, "available" what it holds or could still get on the device; "device" names that.
+    """
     if device.type != "cuda":
         held = psutil.Process().memory_info().rss
         return {"device": "cpu", "resident": peak_memory(), "current": held, "available": held + free_memory()}
@@ -52,12 +55,12 @@ def memory_peaks(ranks: ProcessGroupInfo, device: torch.device) -> list[MemoryPe
 
 
 def held_bytes(peak: MemoryPeak) -> int:
-    """The bytes that no other process could have at the peak."""
+    """The bytes that the process of ``peak`` held at its peak: reserved on a GPU, resident on the CPU."""
     return peak["reserved"] if "reserved" in peak else peak["resident"]
 
 
 def fit_together(*runs: Sequence[MemoryPeak]) -> bool:
-    """Whether the processes of all runs (each the peaks of its ranks) can be there at once, on every device."""
+    """Whether all processes of all ``runs`` (each the peaks of its ranks) fit into 95 % of every device at once."""
     needed, available = Counter[str](), Counter[str]()
     for run in runs:
         free = Counter[str]()  # by this run's account; the others may have been there already

@@ -17,7 +17,7 @@ SumOverRanks = Callable[[list[float]], list[float]]
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The metric and the mean loss of one evaluation."""
+    """The metric and the mean loss per sample of one evaluation; the loss is NaN with Task(evaluate=)."""
 
     metric: float
     loss: float
@@ -48,7 +48,7 @@ def _reshape_like(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """``scores`` in the shape of ``target``; RunError unless they have as many elements: nothing is broadcast."""
     if scores.numel() != target.numel():
         shapes = f"scores of shape {tuple(scores.shape)} cannot be compared with targets of shape {tuple(target.shape)}"
-        raise RunError(shapes)
+        raise RunError(f"{shapes}; give Task(metric=) a function of output and target")
     return scores.reshape(target.shape)
 
 
@@ -143,7 +143,9 @@ class MetricAccumulator:
         return self.named is not None or hasattr(self.torchmetric, "distributed_available_fn")
 
     def update(self, output: Any, target: Any, loss: torch.Tensor, samples: int) -> None:
-        """Adds a batch of ``samples`` with its mean ``loss``, on the device. ConfigurationError without a target."""
+        """Adds a batch of ``samples`` with its mean ``loss``, on the device. ConfigurationError if the metric needs a
+        target and ``target`` is None, or if the metric does not return one number.
+        """
         if target is None and self.needs_target:
             names = ", ".join(TARGET_NAMES)
             raise ConfigurationError(f"the metric {self.name} needs a target, but the batch names none among {names}")
@@ -155,7 +157,7 @@ class MetricAccumulator:
             self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
 
     def result(self, sum_over_ranks: SumOverRanks | None = None) -> EvaluationResult:
-        """Metric and loss over all batches, those of other ranks too with ``sum_over_ranks``; RunError without any."""
+        """Metric and loss over all batches, with ``sum_over_ranks`` also other ranks'; RunError if there were none."""
         totals = [float(self.sum), float(self.loss), float(self.samples)]
         total, loss, samples = sum_over_ranks(totals) if sum_over_ranks else totals
         if not samples:

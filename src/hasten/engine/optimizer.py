@@ -15,7 +15,10 @@ from hasten.utils.optimizers import OptimizerList, optimizer_and_schedule, takes
 
 
 def build_optimizer(task: Task, fold: Callable[[str, Any], Any], run: RunContext) -> tuple[torch.optim.Optimizer, Any]:
-    """(optimizer, schedule or None) of Task(optimizer=), called through the hooks; else ConfigurationError."""
+    """(optimizer, schedule or None) from Task(optimizer=), called through the ``optimizer`` hooks of all methods.
+
+    ConfigurationError if it returns something else, or does not fit the task's step, schedule or length.
+    """
     if task.schedule_interval == "epoch" and takes_steps(task.optimizer):
         reason = "an optimizer function that takes steps makes a schedule that counts steps"
         raise ConfigurationError(f'Task(schedule_interval="epoch") counts epochs, but {reason}; choose one of them')
@@ -34,7 +37,10 @@ def build_optimizer(task: Task, fold: Callable[[str, Any], Any], run: RunContext
 
 
 def _noting_plateau(make_optimizer: OptimizerFactory, task: Task, run: RunContext) -> OptimizerFactory:
-    """``make_optimizer``, whose schedule steps after every evaluation if it is a ReduceLROnPlateau."""
+    """``make_optimizer``, which for a ReduceLROnPlateau sets ``run.plan.schedule_interval`` to "evaluation".
+
+    ConfigurationError if its ``mode`` contradicts the metric, validation data are missing, or it is one of several.
+    """
 
     def make(model: torch.nn.Module) -> Any:
         made = make_optimizer(model)
@@ -67,7 +73,7 @@ def _with_steps(make_optimizer: Callable[..., Any], steps: int | None) -> Optimi
 
 
 def with_clipping(grad_transform: StepFn, max_norm: float | None, run: RunContext) -> StepFn:
-    """``grad_transform``, then limits gradients to ``max_norm`` (None: does not); they must have no loss scale then."""
+    """``grad_transform``, then clips the gradients to ``max_norm`` (None: does not), which must be unscaled by then."""
     if max_norm is None:
         return grad_transform
     optimizer: Any = run.optimizer

@@ -15,7 +15,7 @@ from hasten.utils.optimizers import OptimizerList
 
 
 class OwnStep:
-    """Calls Task(step=); its state between two batches is part of checkpoints."""
+    """Calls Task(step=) and detaches the state that it carries to the next batch; that state is part of checkpoints."""
 
     def __init__(self, run: RunContext) -> None:
         self.run, self.context = run, StepContext(run.progress)
@@ -42,7 +42,8 @@ class OwnStep:
             raise RunError(f"the task has {count} optimizers: {advice}")
         loss = next(self.losses, None)
         if loss is None:
-            raise RunError(f"Task(step=) yielded {optimizers.current} losses; the task has {count} optimizers")
+            yielded = f"Task(step=) yielded {optimizers.current} losses"
+            raise RunError(f"{yielded}; the task has {count} optimizers: yield a loss for each")
         return loss
 
     def update_each(
@@ -62,7 +63,8 @@ class OwnStep:
                 optimizer_step()
                 zero_grad()
             if next(self.losses, None) is not None:
-                raise RunError(f"Task(step=) yields more losses than the task has optimizers ({count})")
+                problem = f"Task(step=) yields more losses than the task has optimizers ({count})"
+                raise RunError(f"{problem}; yield one loss for each")
             self._detach()
             return total
 

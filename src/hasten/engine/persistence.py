@@ -81,7 +81,8 @@ class Persistence:
     def save(self, wait: bool) -> float:
         """Begins to write a checkpoint in a thread; with ``wait``, returns only when it is on the disk.
 
-        Returns the seconds of this call, plus those that the thread spent on the previous checkpoint.
+        Returns the seconds of this call, plus the CPU seconds of the thread for the latest finished checkpoint; 0.0,
+        without writing, if a weight is not finite.
         """
         self.list_skipped()
         began = perf_counter()
@@ -191,7 +192,7 @@ class Persistence:
         }
 
     def _resume(self) -> None:
-        """Restores the newest complete checkpoint; without one the run starts at step 0."""
+        """Restores the run and its record from the newest complete checkpoint; without one the run starts at step 0."""
         state = self._to_all_ranks(on_main_process(self.ranks, self._newest))
         if not state:
             return
@@ -219,7 +220,9 @@ class Persistence:
         return state
 
     def _newest(self) -> dict[str, Any] | None:
-        """The newest complete checkpoint or None, on rank 0; cuts log.jsonl to it. ConfigurationError: other data."""
+        """The newest complete checkpoint or None, for rank 0; cuts log.jsonl to its step and removes skipped.jsonl.
+        ConfigurationError if the number of training samples has changed.
+        """
         assert self.directory is not None and self.checkpoints is not None
         length, identity = self.directory.logged(), self.directory.identity
         state = self.checkpoints.newest(lambda state: state["identity"] == identity and state["log"] <= length)

@@ -37,7 +37,7 @@ def method_names() -> list[str]:
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method; ConfigurationError if there is none of that name."""
+    """The class of a method; ConfigurationError if there is none of that name, or it cannot be imported."""
     if ":" in name:
         return _class_at(name)
     if point := _installed().get(name):
@@ -128,7 +128,7 @@ def takes_any_option(cls: type[Method]) -> bool:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a user's Python file as a module; ConfigurationError if there is no such file, or it raises."""
+    """Imports a user's Python file as a module, once per process; ConfigurationError if it is missing or raises."""
     path = path.resolve()
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
@@ -189,7 +189,7 @@ def _method_classes(module: ModuleType) -> list[type[Method]]:
 
 
 def _checked(name: str, cls: Any) -> type[Method]:
-    """Sets the ``name`` of a Method class; ConfigurationError if it is none, has no card or misspells a hook."""
+    """A Method class, whose ``name`` is set; ConfigurationError if it is none, has no card or misspells a hook."""
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise ConfigurationError(f"{name} is not a method: it must be a class that derives from hasten.Method")
     if not isinstance(getattr(cls, "card", None), Card):
@@ -204,7 +204,7 @@ def _checked(name: str, cls: Any) -> type[Method]:
 
 
 def _check_option(option: str, value: Any, kind: Any) -> Any:
-    """Checks an option of type ``kind`` (ConfigurationError); an int becomes a float, nothing else is converted."""
+    """``value``, which must be of the type ``kind``, else ConfigurationError; an int becomes a float if floats are."""
     kinds = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is typing.Literal:
         if not any(type(value) is type(known) and value == known for known in kinds):

@@ -25,14 +25,14 @@ from hasten.engine.error_messages import translate_disk_errors
 
 BEFORE_BEGIN = {"recipe.toml", "log.jsonl", "times.jsonl", "checkpoints"}  # the last three empty; then environment.json
 TEMPORARY = ".part"
-FREE_THE_DISK = "the files saved before are complete; free the disk and continue with --resume"
+FREE_THE_DISK = "the files saved before are complete; make the disk writable or free space, then pass --resume"
 
 
 class RunDirectory:
     """The files of one run. The constructor reads and checks what is in the directory; it writes nothing.
 
-    ``identity`` are facts, such as task and seed, that must not change when the run is resumed, and ``resume_key`` maps
-    a recipe to the part that must not. Without a ``recipe`` that of the run in the directory is taken, or an empty one.
+    ``identity`` are facts, such as task and seed, that must not change when the run is resumed; ``resume_key`` maps a
+    recipe to its part that must not change. If ``recipe`` is None, that of the run in the directory is used, or none.
     ConfigurationError if the directory cannot be used as requested; RunError if the run in it cannot be read.
     """
 

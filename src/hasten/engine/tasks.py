@@ -85,7 +85,7 @@ class TaskRef:
     def function(self) -> Callable[[], Task]:
         """The function that returns the task; ConfigurationError for a Task object, or if there is no such function."""
         if isinstance(self.obj, Task):
-            raise ConfigurationError(f"the task {self.name} was given as an object; no function returns it")
+            raise ConfigurationError(f"the task {self.name} was given as an object; give it as file.py:function")
         with _with_same_rng():
             return self.obj or (_function_in_file(self.file, self.name) if self.file else _workload(self.name))
 
@@ -119,7 +119,7 @@ class TaskRef:
     def start_worker(
         self, service: str, processes: int, timeout: float | None, deadline: float | None, **arguments: Any
     ) -> Any:
-        """What answers the calls of a service (``module:Class``) instead of the engine; None: the engine does."""
+        """An object that answers the calls of a service (``module:Class``); None, as here: the engine answers them."""
         return None
 
     def sites(self) -> dict[str, Any] | None:
@@ -131,10 +131,10 @@ class TaskRef:
         return asked
 
     def write_sites(self, directory: Path, recipe: Recipe) -> None:
-        """Writes ``sites`` beside a recipe, if there are any."""
+        """Writes ``sites`` into ``directory``, beside its ``recipe``; nothing for a task, which has none."""
 
     def fingerprint(self) -> str:
-        """A hash of the task's code: its file and the modules imported from its directory, or the pickled object."""
+        """Name and hash of the task's code: its file and modules imported from its directory, or the pickled object."""
         if self.obj is not None:
             sources = [_pickle(self.obj).encode()]
         else:

@@ -89,7 +89,7 @@ def train(
         ``engine/memory.py``), out, ...
 
     Raises:
-        ConfigurationError: A wrong request; nothing was started.
+        ConfigurationError: The request is wrong; nearly always raised before the first step.
         RunError: The run failed, or was asked to stop.
     """
     began = perf_counter()
@@ -145,7 +145,7 @@ def _open_run_directory(
     max_bad_rows: int | None,
     code: str | None,
 ) -> RunDirectory | None:
-    """Checks the request on all ranks; returns the run directory on rank 0."""
+    """Checks the request (ConfigurationError); the run directory on rank 0, None on other ranks or without ``out``."""
     higher_is_better(task)  # reports an unknown metric now, not after the first epoch
     if recipe is not None:
         check_conflicts(sort_methods(make_methods(recipe)))  # before the run directory can report another mismatch
@@ -210,7 +210,7 @@ def run_identity(task: Task, seed: int, code: str | None, recipe: Recipe | None)
 
 
 def device_of(ranks: ProcessGroupInfo, device: str) -> str:
-    """The device of this rank: a GPU of its own. A collective. ConfigurationError if there are fewer than ranks."""
+    """The device of this rank: for "cuda" a GPU of its own. ConfigurationError if there are too few. A collective."""
     if ranks.is_single_process or not device.startswith("cuda"):
         return device
     if device != "cuda":

@@ -76,7 +76,7 @@ class Trainer:
         return self._finish()
 
     def close(self) -> None:
-        """Releases what the run holds; also called after an error."""
+        """Ends the checkpoint thread and releases program and data; also called after an error."""
         self.persistence.close()
         del self.program
 
@@ -118,7 +118,7 @@ class Trainer:
         self.pauses.end()
 
     def _fetch_losses(self) -> None:
-        """Copies losses since the last log point to the host for the observers; an error if one is not finite."""
+        """Copies losses since the last log point to the host for the observers; RunError if one is not finite."""
         pending, self.pauses.logged_at = self.pending, perf_counter()
         if not pending:
             return

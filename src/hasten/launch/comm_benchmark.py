@@ -62,7 +62,7 @@ def bench_comm(
 
 
 def communication_device(own: torch.device) -> torch.device:
-    """The device on which a tensor must be to be sent by the default backend, by a rank that trains on ``own``."""
+    """The device from which the default process group sends tensors: the CPU for gloo, else ``own``, this rank's."""
     return own if dist.get_backend() != "gloo" else torch.device("cpu")
 
 

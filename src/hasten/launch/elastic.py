@@ -57,7 +57,7 @@ NODE_JOINED = "another node has joined; all ranks save a checkpoint and continue
 
 
 class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
-    """Runs the ranks of this node. ``job``: the directory with their results; ``store``: that of the rendezvous."""
+    """Runs the ranks of this node. ``job``: directory of their results; ``store``: key-value store of all nodes."""
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, job: str, store: dist.Store):
         super().__init__(spec, logs_specs, shutdown_timeout=SHUTDOWN_GRACE_S)
@@ -195,7 +195,7 @@ def check_same_launch_options(store: dist.Store, options: dict[str, str]) -> Non
 
 
 def leave_rendezvous(store: dist.Store, waits: bool) -> None:
-    """Marks this node as gone in the store; with ``waits`` (it hosts the store) waits until all others have, too."""
+    """Marks this node as gone in the store; with ``waits`` (it hosts the store) waits for all others, at most 5 s."""
     deadline = time.monotonic() + GOODBYE_S
     with suppress(RuntimeError):  # the store is gone with its node
         store.add(LEFT, 1)
@@ -204,7 +204,7 @@ def leave_rendezvous(store: dist.Store, waits: bool) -> None:
 
 
 def describe_lost_rank(results: dict[int, RankResult], codes: dict[int, int]) -> str | None:
-    """``rank 1 was killed by SIGKILL``: a rank that ended by itself and wrote no result; None if there is none."""
+    """Text such as "rank 1 was killed by SIGKILL", for a rank that ended without a result; None if there is none."""
     waited = max((result.waited for result in results.values()), default=0)
     silent = sorted(rank for rank, code in codes.items() if rank not in results and code == -signal.SIGKILL)
     if waited and silent:  # killed by ElasticAgent.close_workers

@@ -53,7 +53,7 @@ STORE_LOST = (RendezvousConnectionError, dist.DistError)
 
 @dataclass(frozen=True)
 class _Job:
-    """What ``launch`` was asked for: its arguments, the job directory and the address of this node."""
+    """The arguments of ``launch``, the directory of the ranks' results and the IP address of this node."""
 
     argv: list[str]
     nproc_per_node: int
@@ -108,7 +108,11 @@ def launch(
 
 
 def preflight_check(task: str, processes: int, methods: Iterable[Method], nnodes: int = 1) -> None:
-    """ConfigurationError, before ranks are started, if task, batch size or memory rule out so many processes."""
+    """ConfigurationError, before ranks are started, if the task is unknown or memory does not suffice to start them.
+
+    If ``processes``, those of this node, outnumber its CPUs: a warning, and ConfigurationError if a batch has fewer
+    samples than all ``nnodes`` nodes have processes.
+    """
     _check_memory(processes)
     ref = TaskRef.of(task)
     if processes <= available_cpus():

@@ -58,7 +58,7 @@ def is_main_process() -> bool:
 
 
 def die_with_parent() -> None:
-    """Lets the kernel send SIGTERM when the launcher ends. Exits with code 1 if it has ended already."""
+    """Lets the kernel send SIGTERM to this rank when its launcher ends. Exits with code 1 if that has ended already."""
     with suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != _parent:
@@ -76,7 +76,7 @@ def write_result(result: RankResult, error_file: Path | None = None, rank: int |
 
 
 def peer_error() -> str | None:
-    """Waits for the message of a rank of this node; None once all ended without, or after PEER_RESULT_TIMEOUT_S."""
+    """The error message of another rank of this node, once there is one; None if all end without, or after 60 s."""
     num_peers, deadline = int(os.environ["LOCAL_WORLD_SIZE"]) - 1, time.monotonic() + PEER_RESULT_TIMEOUT_S
     while time.monotonic() < deadline:
         results = read_results(_job_directory())

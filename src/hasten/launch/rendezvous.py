@@ -36,7 +36,9 @@ def interface_of(address: str) -> str | None:
 
 
 def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
-    """Whether this node hosts the store at HOST:PORT; else waits until that answers, RunError after ``timeout`` s."""
+    """True if HOST is this node and no store answers at HOST:PORT, so that this node must host it. Else waits for the
+    answer and returns False; RunError after ``timeout`` s.
+    """
     host, port = split_host_port(endpoint)
     began = reported = time.monotonic()
     while True:

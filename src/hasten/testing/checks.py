@@ -99,7 +99,7 @@ class Subject:
 
 
 def trained(task: Task, recipe: Recipe, seed: int = 0) -> Program:
-    """Trains the task to its end; returns the program of the run."""
+    """Trains the task to its end; returns the program of the run. AssertionError if a loss is not finite."""
     program = build(task, make_methods(recipe), seed=seed)
     with program.process_context():
         for loss in train_steps(program):
@@ -137,7 +137,7 @@ def has_options_that_are_data(subject: Subject) -> None:
         is_data = value is None or isinstance(value, (bool, int, float, str))
         assert is_data, f"the option {name} is a {type(value).__name__}; options are bool, int, float or str"
     recipe = Recipe().with_method(subject.name, **{key: value for key, value in defaults.items() if value is not None})
-    assert Recipe.from_toml(recipe.to_toml()) == recipe, "its options do not survive a recipe file"
+    assert Recipe.from_toml(recipe.to_toml()) == recipe, "a recipe file does not restore the options of the method"
     is_frozen = getattr(subject.method, "__dataclass_params__", None) and subject.method.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
     assert not defaults or is_frozen, "a method is a frozen dataclass: options do not change during a run"
 
@@ -184,7 +184,7 @@ def is_independent_of_recipe_order(subject: Subject) -> None:
 
 
 def is_as_exact_as_its_card_states(subject: Subject) -> None:
-    """The check of its exactness class passes, with at least one of the presets."""
+    """The method passes the check of the exactness that its card states, with at least one of the card's presets."""
     results = []
     for recipe in subject.recipes:
         results.append(check_exactness(subject.task, Recipe(), recipe, subject.method.card.exactness, device="cpu"))
@@ -194,7 +194,7 @@ def is_as_exact_as_its_card_states(subject: Subject) -> None:
 
 
 def saves_its_state(subject: Subject) -> None:
-    """What it stores in ``run.checkpoint_state`` loads without executing code, into a newly built run."""
+    """What the method stores in ``run.checkpoint_state`` loads without executing code, into a newly built run."""
     with restored():
         old = trained(subject.task, subject.recipe).run.checkpoint_state
         saved = {name: state.state_dict() for name, state in old.items()}
@@ -246,7 +246,7 @@ def exports_a_plain_module(subject: Subject) -> None:
         program = trained(subject.task, subject.recipe)
         exported = program.export()
         fresh = subject.task.model()
-        assert isinstance(exported, torch.nn.Module), f"it exports a {type(exported).__name__}"
+        assert isinstance(exported, torch.nn.Module), f"the method exports a {type(exported).__name__}, no nn.Module"
         same_names = exported.state_dict().keys() == fresh.state_dict().keys()
         assert same_names, "it exports weights under other names than the task's model has"
         fresh.load_state_dict(exported.state_dict())
@@ -256,7 +256,7 @@ def exports_a_plain_module(subject: Subject) -> None:
 
 
 def reports_no_effect(subject: Subject) -> None:
-    """If it has nothing to act on, it reports the reason and trains exactly as if it were not in the recipe."""
+    """A method with nothing to act on reports the reason and trains exactly as if it were not in the recipe."""
     found = False
     with restored():
         for task in subject.tasks:
@@ -272,7 +272,7 @@ def reports_no_effect(subject: Subject) -> None:
 
 
 def shows_its_effect(subject: Subject) -> None:
-    """On a model of each make it shows that it acted, or reports why it has no effect."""
+    """On a model of each make the method shows that it acted, or reports why it has no effect."""
     makes = {subject.given_task.name: subject.given_task} if subject.given_task else {}
     for name, task in (makes or {name: make() for name, make in available_makes().items()}).items():
         for recipe in subject.recipes:
@@ -311,6 +311,6 @@ def _same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def _qualified_name(cls: type[Method]) -> str:
-    """``module:Class``: the name by which a recipe finds a method class."""
+    """The name by which a recipe finds a method class: that of the file for hasten's own, else ``module:Class``."""
     package, _, module = cls.__module__.rpartition(".")
     return module if package.startswith("hasten.methods") else f"{cls.__module__}:{cls.__qualname__}"

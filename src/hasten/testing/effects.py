@@ -19,14 +19,14 @@ STEPS = 4  # the third is observed
 
 @dataclass(frozen=True)
 class ObservedEffect:
-    """The outcome of a short run."""
+    """Whether the method of a recipe acted in a short run, and the evidence."""
 
     acts: bool  # whether the method showed that it acted, or at least did not report the contrary
     text: str  # the evidence, or the reason why it has no effect; empty if the method gives neither
 
 
 def observe_effect(task: Task, recipe: Recipe) -> ObservedEffect:
-    """What a recipe of one method shows in a few steps and an evaluation; a ConfigurationError is no effect."""
+    """Trains 4 steps under a recipe of one method and evaluates; a ConfigurationError counts as no effect."""
     with restored():
         try:
             program = _trained(task, recipe)

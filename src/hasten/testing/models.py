@@ -47,7 +47,7 @@ class ResidualNetwork(nn.Sequential):
 
 
 def frozen_part() -> nn.Module:
-    """A residual network of which only the second block and the head are trained; the optimizer gets everything."""
+    """A residual network of which only the second block and the head are trained; the optimizer gets all parameters."""
     made = ResidualNetwork()
     for layer in [*made][:2]:
         layer.requires_grad_(False)

@@ -97,7 +97,7 @@ def perceptron(**changes: Any) -> Task:
 
 
 def convolutional(batch_norm: bool = True, **changes: Any) -> Task:
-    """Two blocks of convolution, batch or group normalization, ReLU on images of shape (1, 8, 8); SGD with momentum."""
+    """A task: two blocks (convolution, batch or group norm, ReLU) on images of shape (1, 8, 8); SGD with momentum."""
     norm = nn.BatchNorm2d if batch_norm else (lambda channels: nn.GroupNorm(2, channels))
 
     def block(channels: int) -> nn.Module:

@@ -53,7 +53,7 @@ class BranchBlock:
 def find_branch_blocks(
     model: nn.Module, graphs: dict[str, torch.fx.Graph], random_nodes: set[str], processes: int
 ) -> tuple[list[BranchBlock], list[str]]:
-    """The blocks of a model that ``processes`` can divide, and reasons against other branches.
+    """(blocks of a model whose branches ``processes`` can divide, reasons against other branches as messages).
 
     ``graphs``: name of a submodule -> its graph; ``random_nodes``: ``key_of`` the nodes that draw random numbers.
     """
@@ -179,7 +179,7 @@ def _branches_between(fork: Node | None, join: Node, trained: set[Node]) -> list
 
 
 def assign_branches(costs: Sequence[Sequence[float]], processes: int) -> list[list[int]]:
-    """A process for each branch of each block: the costliest branch first, to the process with the least load."""
+    """[block][branch] -> process: the costliest branch first, to the process with the least load in the block."""
     totals, assignment = [0.0] * processes, list[list[int]]()
     for block_costs in costs:
         loads, owners = [0.0] * processes, [0] * len(block_costs)
@@ -257,7 +257,7 @@ def extract_branch(part: nn.Module, block: BranchBlock, branch: Branch) -> torch
 def replace_blocks(
     part: nn.Module, graph: torch.fx.Graph, replacements: dict[BranchBlock, Callable[..., Any]]
 ) -> torch.fx.GraphModule:
-    """A submodule with each block of its graph replaced by one call, which returns all branches' outputs."""
+    """A submodule whose blocks are each replaced by one call ``function(*block inputs)`` -> outputs of all branches."""
     replaced, copies = torch.fx.Graph(), dict[Node, Node]()
     block_of = {node: block for block in replacements for node in nodes_of(block)}
 

@@ -20,7 +20,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 class PartitionPlan(NamedTuple):
-    """A way to partition blocks in place; ``everywhere``: each process gets the gradients of all parameters."""
+    """``partition(model, blocks)`` partitions a model in place.
+
+    With ``everywhere`` each process must get the gradients of all parameters, else only of some.
+    """
 
     partition: Callable[[torch.nn.Module, list[Any]], None]
     everywhere: bool = True
@@ -58,7 +61,8 @@ def verify_partition(
     problems = {block: problem_of([block]) for block in found}
     correct = [block for block, problem in problems.items() if problem is None]
     if correct and (problem := problem_of(correct)):
-        raise ConfigurationError(f"{name}: each block is correct by itself, but all together are not: {problem}")
+        reason = f"each block is correct by itself, but all together are not: {problem}"
+        raise ConfigurationError(f"{name}: {reason}; leave {name} out")
     return correct, [f"{block}: {problem}" for block, problem in problems.items() if problem]
 
 
@@ -74,7 +78,10 @@ def _difference(actual: tuple[Tensors, Tensors], expected: tuple[Tensors, Tensor
 
 
 def outputs_and_grads(model: torch.nn.Module, batch: Batch, whole_batch: bool) -> tuple[Tensors, Tensors]:
-    """Name -> tensor of the outputs for a batch, and of the gradients of the sum of their mean squares."""
+    """(outputs for a batch, gradients of the sum of their mean squares by parameter), both name -> tensor.
+
+    Leaves ``model`` in evaluation mode, with these gradients.
+    """
     model.eval()
     outputs = batches.batch_tensors(batches.call_model(model, batch, whole_batch)[0])
     outputs = [tensor for tensor in outputs if tensor.is_floating_point()]

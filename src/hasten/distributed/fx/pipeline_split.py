@@ -30,8 +30,8 @@ def find_split_points(
 ) -> tuple[torch.fx.Graph, list[Segment]]:
     """The graph of a model and its segments: lists of nodes with parameters, between which one tensor is passed on.
 
-    ``peek_batch`` finds DTensors between sharded layers; then all ranks must call this. ConfigurationError if there are
-    fewer segments than ``stages``.
+    With ``peek_batch`` a batch is run through sharded layers, because DTensors between them cannot be passed on; then
+    all ranks must call this. ConfigurationError if there are fewer segments than ``stages``.
     """
     longest: list[Segment] = []
     for is_leaf in (lambda module: type(module) is not nn.Sequential, None):

@@ -31,7 +31,10 @@ def parse_split_sizes(sizes: str, stages: int, segments: int, option: str) -> li
 
 
 def balance_on_main_process(measure: Callable[[], list[list[float]]], run: RunContext) -> tuple[list[int], list[float]]:
-    """The ends and costs of the stages, measured by rank 0 and the others of its stage. All ranks must call it."""
+    """(segment index after each stage, cost of each stage), balanced by ``measure() -> costs[stage][segment]``.
+
+    Only rank 0 and the other ranks of its stage measure; rank 0 broadcasts the result. All ranks must call it.
+    """
     assert run.parallel is not None
     balance = None
     if run.ranks.rank < run.parallel.tp_size:
@@ -65,7 +68,7 @@ def balance_stages(costs: list[list[float]]) -> list[int]:
 def profile_segments(
     model: nn.Module, graph: torch.fx.Graph, segments: list[Segment], batch: Batch, device: torch.device
 ) -> list[float]:
-    """Seconds of forward and backward of each segment, best of several; only one segment is on the device."""
+    """Seconds of forward and backward of each segment, best of 3; moves one at a time to ``device`` and back."""
     args, kwargs, _ = batches.split_inputs_target(batch)
     value, costs = single_tensor_input(args, kwargs), []
     for segment in segments:

@@ -46,7 +46,7 @@ def try_trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = N
 
 
 def _counts(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
-    """Whether a number or a text has changed, on which control flow may depend; the graph's parts decide nothing."""
+    """Whether tracing changed a bool, number or text among the modules' attributes: control flow may depend on it."""
     changes = [(new, old.get(name)) for old, now in zip(before, after, strict=True) for name, new in now.items()]
     return any(isinstance(new, PLAIN_TYPES) and (type(new), new) != (type(old), old) for new, old in changes)
 
@@ -77,7 +77,7 @@ def is_shape_value(node: torch.fx.Node) -> bool:
 
 
 def is_random_op(node: torch.fx.Node) -> bool:
-    """Whether a node calls a function that draws random numbers, in evaluation mode, too."""
+    """Whether a node calls a function with dropout (not a Dropout module), which may draw in evaluation mode, too."""
     is_dropout = "dropout" in getattr(node.target, "__name__", "") or bool(node.kwargs.get("dropout_p"))
     return node.op == "call_function" and is_dropout
 
