@@ -100,7 +100,7 @@ def test_group_of_one_is_a_worker():
         ("raise", RunError, r"^rank 1: .*KeyError: 'planted'"),
         ("refuse", ConfigurationError, r"^not this way$"),
         ("die", RunError, r"^rank 1: the process was killed, probably because memory ran out$"),
-        ("hang", RunError, r"^took longer than 2 s and was ended$"),
+        ("hang", RunError, r"^a measured process took longer than 2 s to report and was ended"),
     ],
 )
 def test_group_with_failing_rank_ends_all_ranks(how, kind, message):

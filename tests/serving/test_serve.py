@@ -255,7 +255,7 @@ def test_second_model_is_compared_on_the_same_requests(exported, tmp_path):
         (["served", "--token-file", "missing"], "cannot be read"),
         (["served/weights.pt"], "only ONNX models with a signature"),
         (["served", "--compare", "nothing"], "has no signature.json"),
-        (["served", "--tune-batching", "--max-batch", "4"], "leave one or the other out"),
+        (["served", "--tune-batching", "--max-batch", "4"], "leave out these two or --tune-batching"),
         (["served", "--port", "70000"], "--port"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

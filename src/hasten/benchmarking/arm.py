@@ -74,14 +74,14 @@ class Arm:
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:
         """Builds the run and warms it up. Loading the task is not timed: it takes the same time under every recipe.
 
-        The warm-up has fifteen steps, and three if each takes seconds. Without ``with_evaluation`` there are no
-        evaluations, as if the task had no validation data.
+        The warm-up has up to 15 steps, and 2 to 4 if each takes more than a second. Without ``with_evaluation`` there
+        are no evaluations, as if the task had no validation data.
 
         Returns:
             The plan: ``start`` (seconds beyond steady steps), ``step`` and ``evaluation`` (seconds), ``sync_period``
             and ``warmup_steps`` of the strategy, ``samples_per_epoch``, ``batch_size``, ``steps``, ``epochs``,
-            ``evaluate_every``, ``effects``, ``peak_memory``. ``samples``: trained on in the warm-up;
-            ``samples_per_step``: their mean.
+            ``evaluate_every`` (training samples), ``effects`` (text by method), ``peak_memory`` (of each rank).
+            ``samples``: trained on in the warm-up; ``samples_per_step``: their mean.
 
         Raises:
             RunError: a method has no effect, or a loss is not finite.

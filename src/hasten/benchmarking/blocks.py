@@ -55,7 +55,7 @@ def check_blocks_are_fair(
     if plan["sync_period"] > 1 and seconds > longest:
         raise RunError(
             f"{recipe} synchronizes every {plan['sync_period']} steps, so that {min_blocks} fair blocks take "
-            f"{seconds:.0f} s, and the budget allows {longest:.0f}; give a larger one"
+            f"{seconds:.0f} s, and the budget allows {longest:.0f} s; give a larger budget"
         )
 
 

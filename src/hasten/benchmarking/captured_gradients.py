@@ -13,7 +13,10 @@ from hasten.engine.registry import method_names
 
 @dataclass
 class CapturedGradients(Method):
-    """A method that keeps the first gradient of each parameter that an optimizer used in a step, by name.
+    """Stores in ``gradients``, by parameter name, the first gradient of each parameter since the caller emptied it.
+
+    The gradients are those after all transforms, which the optimizers use.
+
 
     With several optimizers there are several backward passes in a step; a later one also reaches parameters of others.
     """

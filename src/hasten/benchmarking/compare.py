@@ -38,7 +38,9 @@ LATER_SHARE = 0.25  # of the budget of ``compare``, for a look later in the trai
 
 @dataclass
 class Comparison:
-    """The result of a comparison: the verdict, the ratio it is based on, and all samples."""
+    """The result of a comparison: the verdict, the ratio (time of a / time of b) that it is based on, the samples of
+    both arms, the reason, the seconds that it took, and the noise (``SystemNoise.summary`` and ``gpu_summary``).
+    """
 
     verdict: str
     ratio: Ratio

@@ -74,7 +74,7 @@ class EquivalenceCase:
         return build(self.task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
 
     def is_over(self, deadline: float) -> bool:
-        """Whether ``deadline`` (``perf_counter()``) has passed on any rank. All ranks must call it."""
+        """Whether ``deadline`` (a time of ``time.monotonic``) has passed on any rank. All ranks must call it."""
         return self.ranks.any(time.monotonic() >= deadline)
 
     def check_has_effect(self, program: Program) -> None:
@@ -142,9 +142,9 @@ def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -
 
 
 def run_arm(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], steps: int) -> EquivalenceRun:
-    """Runs a recipe for ``steps`` steps, or fewer if the time is over, with methods that set the conditions.
+    """Runs ``recipe`` for ``steps`` steps, or for ``case.seconds`` / 2 if that is less, with the methods ``extra``.
 
-    A collective.
+    A collective. RunError if it was less than MIN_STEPS steps, a method has no effect, or a weight is not finite.
     """
     dropout = [layer.p for layer in case.program(recipe).run.model.modules() if isinstance(layer, Dropout)]
     program = case.program(recipe, *extra)
@@ -212,7 +212,7 @@ def plan_differences(plan: dict[str, object], base: dict[str, object]) -> str:
 
 
 def plan_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
-    """Why the plans of two runs (steps, batch size, ...) differ, as text; None if they are equal."""
+    """How the plans, weight names, steps, dropout or validation data of two runs differ; None if they are equal."""
     if a.plan != b.plan:
         return f"the plan differs: {plan_differences(b.plan, a.plan)}"
     if a.weights.keys() != b.weights.keys():

@@ -108,7 +108,7 @@ def check_exactness(
     seconds: float = 60.0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> ExactnessCheck:
-    """Compares ``candidate`` with ``base`` as the exactness class requires, which the candidate claims.
+    """Runs ``base`` and ``candidate`` and checks what ``exactness``, the class that the candidate claims, requires.
 
     Each arm trains at most ``steps`` optimizer steps; after about ``seconds`` they are compared where they are. All
     ``ranks``, the process group of both arms, must call this; the result of rank 0 counts.

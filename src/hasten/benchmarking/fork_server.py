@@ -57,7 +57,7 @@ GROUP_END_TIMEOUT_S = 60.0  # a process that the kernel cannot end, such as in a
 
 
 class DeadlineError(RunError):
-    """The time at which a measurement must end has come while a worker was still busy; the worker was killed."""
+    """Raised where the time at which a measurement must end comes before a worker has started or returned."""
 
 
 class Worker:
@@ -243,7 +243,7 @@ class ForkServer:
         return self._wait({"wait_for": pid})
 
     def wait_for_group(self, pid: int) -> None:
-        """Waits for the end of a worker that was killed, and of every process of its group.
+        """Waits, at most GROUP_END_TIMEOUT_S seconds, for the end of a killed worker and of all processes of its group.
 
         A process that gets SIGKILL holds its memory, also that of a GPU, for as long as the kernel takes to release it.
         """
@@ -277,7 +277,7 @@ _shown_warnings: set[str] = set()  # texts without their numbers; workers do not
 
 
 def clean_server() -> ForkServer:
-    """The fork server of this process; started at the first call."""
+    """The fork server of this process; started at the first call, and again if it has ended."""
     server = _servers.get(os.getpid())
     if server is None or server.process.poll() is not None:
         server = _servers[os.getpid()] = ForkServer()
@@ -337,18 +337,21 @@ def _without_numbers(text: str) -> str:
 
 
 def seconds_to_wait(timeout: float | None, deadline: float | None) -> float | None:
-    """Seconds until ``timeout`` or ``deadline``, whichever is first; None for ever. DeadlineError if it has passed."""
+    """Seconds until ``timeout`` or ``deadline`` (of ``time.monotonic``); None: for ever. DeadlineError if it passed."""
     if deadline is None:
         return timeout
     left = deadline - time.monotonic()
     if left <= 0:
-        raise DeadlineError("the deadline passed before it was finished")
+        raise DeadlineError("the deadline passed before the measurement was finished")
     return left if timeout is None else min(timeout, left)
 
 
 def timeout_error(seconds: float | None) -> RunError:
     """The error for a worker that sent no message for ``seconds``."""
-    return RunError(f"took longer than {seconds or 0:.0f} s and was ended")
+    return RunError(
+        f"a measured process took longer than {seconds or 0:.0f} s to report and was ended; if it was not hanging, "
+        "give it a longer timeout"
+    )
 
 
 def _exit_error(code: int | None) -> RunError:

@@ -31,9 +31,10 @@ SUMMARY: dict[str, tuple[str, Callable[[list[float]], float]]] = {
 
 
 def gpu_state(device: torch.device) -> dict[str, float]:
-    """The state of a GPU now, without what cannot be read. Reading takes milliseconds, so it happens between blocks.
+    """The state of a GPU now: ``gpu_clock_mhz``, ``gpu_power_w``, ``gpu_temperature_c``, ``gpu_throttle_reasons`` (bits
+    of nvmlClocksEventReasons), ``gpu_processes`` (number that compute on it). Without what cannot be read; {} on a CPU.
 
-    ``gpu_throttle_reasons`` are the bits of nvmlClocksEventReasons, ``gpu_processes`` all that compute on the GPU.
+    Reading takes milliseconds, so it happens between blocks.
     """
     nvml, handle = _nvml_handle(device) if device.type == "cuda" else (None, None)
     if nvml is None:
@@ -69,7 +70,7 @@ def _nvml_handle(device: torch.device) -> tuple[Any, Any]:
 
 
 def gpu_summary(blocks: Iterable[Mapping[str, float]]) -> dict[str, float | str]:
-    """What the states of all blocks say about a measurement; {} if there are none.
+    """Extremes of the ``gpu_state`` of all blocks (keys of SUMMARY), and ``gpu_throttling`` in words; {} without any.
 
     A clock that falls from block to block, or throttling in one arm only, explains a ratio that later changes.
     """

@@ -48,7 +48,9 @@ CHUNK_BLOCKS = 4  # blocks between two looks at the clock while both arms train 
 
 @dataclass
 class ArmSamples:
-    """The plan of one arm, as ``Arm.build`` returns it, and its measured times in seconds."""
+    """One arm: its recipe, its plan (the dict of ``Arm.build`` plus "evaluation_seen"), and what was measured: blocks,
+    seconds of evaluations, peak memory of each rank.
+    """
 
     recipe: Recipe
     plan: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class ArmSamples:
         self.blocks.append({**block, "round": number})
 
     def note_peak_memory(self, peaks: list[MemoryPeak]) -> None:
-        """Keeps the higher peak of each rank."""
+        """Raises ``peak_memory`` to ``peaks``, rank by rank, where these are higher."""
         before = self.peak_memory or peaks
         self.peak_memory = [max(pair, key=held_bytes) for pair in zip(before, peaks, strict=True)]
 
@@ -147,7 +149,7 @@ class Measurement:
                 self.later_failure = str(error)
 
     def run_sequentially(self) -> None:
-        """Begins anew, with one arm at a time: blocks of arms that lack memory say nothing about their speed."""
+        """Drops all samples and begins anew, one arm at a time: blocks of arms that lack memory show no true speed."""
         if self.rounds:
             self.budget = max(1.0, self.budget - (time.monotonic() - self.began))
         self.is_sequential, self.rounds, self.later_seconds, self.evaluating = True, 0, 0.0, 0.0
@@ -155,11 +157,11 @@ class Measurement:
             arm.plan, arm.blocks, arm.evaluations = {}, [], []
 
     def needs_evaluations(self) -> bool:
-        """Whether the next round times evaluations: not if the first has, and they take as long as many blocks."""
+        """Whether the next round times evaluations: the first does, others if they take less than BLOCK_SECONDS."""
         return not self.rounds or max(arm.plan["evaluation"] or 0.0 for arm in self.arms) < BLOCK_SECONDS
 
     def end_now(self) -> bool:
-        """Ends the measurement with the blocks that it has; False if they are too few."""
+        """Ends the measurement with the blocks that it has; False if they are fewer than MIN_PAIRS pairs."""
         if self.rounds > 1 and len(self.arms[0].seconds_per_sample(self.rounds)) < MIN_PAIRS:
             for arm in self.arms:
                 arm.blocks = [block for block in arm.blocks if block["round"] < self.rounds]
@@ -192,7 +194,10 @@ class Measurement:
         return why + self._change()
 
     def _inspect(self, pair: Pair) -> None:
-        """Reads the plans of the arms: length and fairness of blocks, where they begin, whether there is a later."""
+        """Sets from the plans of the arms how long blocks are, where they begin, and whether later ones are possible.
+
+        RunError if blocks cannot represent a run.
+        """
         self.block_samples = block_samples(pair.plans)
         seen = pair.plans[0].get("evaluation_seen")
         for arm, plan in zip(self.arms, pair.plans, strict=True):
@@ -294,7 +299,7 @@ class Measurement:
         return setup + MIN_PAIRS * self.pair_seconds
 
     def _decide(self, setup: float) -> None:
-        """After a round: is it the last one?"""
+        """After a round: sets ``is_over`` if it was the last one; judges the ratio then, and at ROUND_LOOKS."""
         if self.rounds >= self.max_rounds or self.is_single or self._left() < self._shortest_round(setup):
             self.is_over = True
             self.out_of_budget |= self.rounds < self.max_rounds

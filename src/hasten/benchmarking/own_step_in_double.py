@@ -12,7 +12,7 @@ from hasten.core.types import Batch, ForwardFn
 
 
 class OwnStepInDouble(Method):
-    """Where a task's own step makes noise, labels or a state, they are float64, of the numbers that float32 has.
+    """Converts the float32 tensors that a task's own step makes (noise, labels, a state) to float64, values unchanged.
 
     In a module of its own, since that names a method; and no part of ``RunConditions``, because its hook excludes
     strategies that divide the forward pass, such as pipeline.

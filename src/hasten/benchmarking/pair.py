@@ -61,7 +61,7 @@ class ArmBuilder:
 
 @contextmanager
 def blame(index: int) -> Iterator[None]:
-    """Context manager: a RunError raised inside is the failure of arm ``index``."""
+    """Context manager: sets ``arm`` of a RunError raised inside to ``index`` (0: a, 1: b)."""
     try:
         yield
     except RunError as error:
@@ -75,6 +75,7 @@ def build_pair(builder: ArmBuilder, order: tuple[int, int]) -> "Iterator[Pair]":
 
     Raises:
         ArmsDoNotFitError: memory does not suffice for both arms, or became scarce; for one it may.
+        MemoryExhaustedError: the arm that is built first does not fit by itself.
     """
     with ExitStack() as stack:
         try:
@@ -199,7 +200,7 @@ class SequentialPair(Pair):
             self.build_seconds = builder.seconds
 
     def run_to(self, position: float) -> None:
-        """The position at which both arms begin their blocks; each trains on to it once it is built."""
+        """Sets the position at which both arms begin their blocks; each trains on to it once it is built."""
         self.start = max(position, *self.positions)
 
     def time_round(self, samples: float, pairs: int) -> list[list[dict[str, float]]]:

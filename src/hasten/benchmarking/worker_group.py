@@ -37,7 +37,8 @@ def start_workers(
 ) -> Worker | WorkerGroup:
     """Starts one Worker (``processes`` 1) or a WorkerGroup with an object of class ``service`` on each rank.
 
-    The object gets the JSON of ``task``. A task that runs elsewhere than in the engine starts what answers instead.
+    The object gets the JSON of ``task``. A task that the engine does not train, such as a script, starts the process
+    that answers the calls itself (``TaskRef.start_worker``).
 
     ``timeout`` (seconds) is the default of a group's calls; calls of a single process have no timeout. ``deadline`` (a
     time of ``time.monotonic``) is the default of the calls of both, see ``Worker.call``.

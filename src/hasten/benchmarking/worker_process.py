@@ -94,7 +94,9 @@ def _children() -> list[int]:
 
 
 def _preload(modules: list[str]) -> str | None:
-    """Imports modules. Returns the first one that has initialized CUDA, which forked processes could not use then."""
+    """Imports modules and ignores those that fail. Returns the first one that initialized CUDA, which forked
+    processes could not use then; None if none did.
+    """
     before, os.environ[NVML_CHECK] = os.environ.get(NVML_CHECK), "1"
     try:
         for module in modules:
@@ -124,7 +126,7 @@ def _open_files() -> Iterator[str]:
 def _start_again(control: socket.socket, start: dict[str, Any], module: str) -> None:
     """Replaces this process by a server that leaves the modules to its workers; returns if it is that server already.
 
-    The workers say once why they start slowly, or cannot use the GPU.
+    A warning of each worker then states why it starts slowly, or cannot use the GPU.
     """
     if "warning" in start:
         start["warning"] = f"importing {module} initializes CUDA, so that no measured process can use the GPU"

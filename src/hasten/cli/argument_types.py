@@ -175,7 +175,7 @@ def add_metric(parser: ArgumentParser) -> None:
 
 
 def values(options: Namespace, *names: str) -> dict[str, Any]:
-    """Options by name, to be passed on as arguments of those names."""
+    """{name: value} of some options, to pass them on as keyword arguments."""
     return {name: getattr(options, name) for name in names}
 
 

@@ -81,7 +81,7 @@ def _not_in_patch(patch: str) -> str:
 
 
 def _in_one_line(heading: str) -> str:
-    """What the heading of a patch without edits says."""
+    """The comment at the top of a patch without its first line, joined to one line."""
     return "; ".join(line.removeprefix("#").strip() for line in heading.splitlines()[1:])
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, on_progress: ProgressCallback) -> CommandResult:
-    """Check the request on this node (ConfigurationError), then start the processes."""
+    """Check the request on this node (ConfigurationError); ``deferred`` of the result starts the processes."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command or command[0] not in COMMANDS:
         raise ConfigurationError(f"launch runs {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}: {USAGE}")

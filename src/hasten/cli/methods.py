@@ -105,7 +105,7 @@ def _other_methods(cls: type[Method]) -> list[type[Method]]:
 
 
 def _position(cls: type[Method]) -> dict:
-    """The methods that this one wraps, and those that wrap it, among the methods that use one of its hooks."""
+    """``wraps`` and ``wrapped_by``: names of the methods inside and outside of this one in one of its hooks."""
     from hasten.core.method import hooks_of
     from hasten.engine.composition import sort_methods
 
@@ -120,7 +120,7 @@ def _position(cls: type[Method]) -> dict:
 
 
 def _conflicts(cls: type[Method]) -> list[dict]:
-    """The methods that cannot be combined with this one, and why: computed from the cards, as in a run."""
+    """``[{"method", "why"}]`` of methods that cannot be combined with this one: from the cards, as in a run."""
     from hasten.engine.composition import check_conflicts
 
     conflicts = []
@@ -133,7 +133,7 @@ def _conflicts(cls: type[Method]) -> list[dict]:
 
 
 def _records(name: str) -> list[dict]:
-    """Every trial of the published searches whose recipe contains the method, successful or not."""
+    """The ``task`` and the fields of every published trial whose recipe contains the method, successful or not."""
     searches = map(json.loads, RECORDS.read_text(encoding="utf-8").splitlines())
     return [
         {"task": search["workload"], **trial}

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CommandResult:
-    """The result of a command."""
+    """The result of a command with its page and exit code; or ``deferred``, which starts processes that answer."""
 
     result: Any  # plain data that ``--json`` prints; None if ``deferred`` is set
     page: Callable[[Any], Any] = str  # ``(result) -> text or rich renderable`` for a person; not called with ``--json``

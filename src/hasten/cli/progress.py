@@ -26,7 +26,7 @@ LINE_PROGRESS = 0.1  # after which there is another line although the work is th
 
 @contextmanager
 def progress_display(quiet: bool) -> Iterator[ProgressCallback]:
-    """A callback that shows the progress it receives; the bar is erased at the end."""
+    """Context manager: a callback that shows progress on standard error; a bar is erased at the end."""
     if quiet:
         yield no_progress
     elif sys.stderr.isatty():

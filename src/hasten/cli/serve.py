@@ -47,7 +47,8 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     names = ("max_batch", "max_wait", "max_queue", "deadline")
     limits = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.tune_batching and {"max_batch", "max_wait"} & set(limits):
-        raise ConfigurationError("--tune-batching finds --max-batch and --max-wait; leave one or the other out")
+        advice = "leave out these two or --tune-batching"
+        raise ConfigurationError(f"--tune-batching chooses --max-batch and --max-wait itself; {advice}")
     result = serve(
         options.model,
         host=options.host,

@@ -86,7 +86,7 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
 
 
 def _run_script(options: Namespace) -> CommandResult:
-    """Run the user's command with the recipe; its output, its input and its exit code are its own."""
+    """Run the user's command with the recipe; standard input, output and exit code are those of the command."""
     from hasten.hosts.launch import check_same_script, check_train, train_script
 
     for name in ("out", "resume", "max_bad_rows"):

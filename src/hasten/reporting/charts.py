@@ -121,7 +121,7 @@ def waterfall(start: float, end: float, steps: Sequence[Json], width: int) -> Ma
 
 
 def layers(costs: Mapping[str, float | None], width: int) -> Markup:
-    """Bars: how much the metric loses if a layer alone is int8."""
+    """Bars of the MAX_LAYERS largest ``costs``: layer -> loss, as a fraction of the metric, if only it is int8."""
     shown = sorted(((name, cost or 0.0) for name, cost in costs.items()), key=lambda item: -item[1])[:MAX_LAYERS]
     longest = max((cost for _, cost in shown), default=0.0) or 1.0
     parts = list[Markup]()
@@ -279,7 +279,7 @@ def _reaching(arms: Sequence[Json]) -> list[Json]:
 
 
 def _label_heights(target_y: float, top: float, floor_y: float) -> Iterator[float]:
-    """Heights of labels: from the bottom upwards, or, where the target line is near it, from the top downwards."""
+    """Endless y of labels in pixels: from the bottom up, or, where the target line is near it, from the top down."""
     return count(floor_y - 10, -20) if floor_y - target_y > 100 else count(top + 14, 20)
 
 

@@ -46,7 +46,7 @@ class Box(NamedTuple):
 
 
 def text_box(left: float, baseline: float, content: str) -> Box:
-    """What a text that begins at ``left`` covers."""
+    """The rectangle of a text that begins at x ``left`` and stands on y ``baseline``."""
     return Box(left, baseline - LINE + 4, left + LETTER * len(content), baseline + 4)
 
 
@@ -123,7 +123,7 @@ def _plane(rows: Sequence[Json], metric: Json, margin: float | None, width: int)
 def _error_bars(
     row: Json, point: Point, at: Callable[[float], float], up: Callable[[float], float]
 ) -> tuple[list[Markup], list[Box]]:
-    """The interval of the speed-up and, where it is known, that of the quality; and what they cover."""
+    """(drawing, rectangles that it covers) of the interval of the speed-up and, if known, that of the quality."""
     (x, y), kind = point, f"interval thin {_kind(row['role'], row['evidence'])}"
     left, right = (at(row["speedup"][end] or row["speedup"]["median"]) for end in ("low", "high"))
     parts = whisker(left, right, y, 4, kind) if right - left > 1 else []
@@ -163,7 +163,7 @@ def _intervals(rows: Sequence[Json], width: int) -> Markup:
 
 
 def place_labels(labels: Sequence[str], points: Sequence[Point], avoided: Sequence[Box], inside: Box) -> list[Markup]:
-    """Texts beside their points; a line joins those that lie further away."""
+    """Draws ``labels`` near their ``points``, each where it hides least; a line joins those that lie further away."""
     placed = [Box(x - MARK - 3, y - MARK - 3, x + MARK + 3, y + MARK + 3) for x, y in points]
     parts: list[Markup] = []
     for index in sorted(range(len(labels)), key=lambda index: -len(labels[index])):  # long ones are hard to place

@@ -38,7 +38,8 @@ def report(run_dir: str | Path) -> Path:
         The path of the report: one file that loads nothing from the network.
 
     Raises:
-        ConfigurationError: there is no result of tune or train, it is incomplete, or the report cannot be written.
+        ConfigurationError: there is no result of tune, train or quantize, it is incomplete or has a value of the wrong
+            type, or the report cannot be written.
     """
     directory = Path(run_dir)
     result = read_result(directory)

@@ -35,7 +35,7 @@ class Metric(TypedDict, total=False):
 
 
 class Difference(TypedDict, total=False):
-    """Mean and confidence interval of tuned minus baseline; positive is better."""
+    """Mean and confidence interval of the metric's change from baseline to tuned; positive is better."""
 
     mean: Number
     low: Number
@@ -43,7 +43,7 @@ class Difference(TypedDict, total=False):
 
 
 class Quality(TypedDict, total=False):
-    """The quality gate: metrics of both arms, margin and verdict."""
+    """The quality gate: mean final metrics of both arms, margin, difference, paired seeds and verdict."""
 
     baseline: Number
     tuned: Number
@@ -54,7 +54,7 @@ class Quality(TypedDict, total=False):
 
 
 class SamplesCompared(TypedDict, total=False):
-    """Samples of the runs to the target: (until the evaluation that counts, since the one before), a row a run."""
+    """Training samples of each run to the target: (until the evaluation that counts, since the one before that)."""
 
     baseline: Sequence[Sequence[Amount]]
     tuned: Sequence[Sequence[Amount]]
@@ -85,7 +85,7 @@ class Contribution(TypedDict, total=False):
 
 
 class TrialRecord(TypedDict, total=False):
-    """One trial of a search. ``ratio``: time of the best recipe so far divided by its time."""
+    """One trial of a search: what was tried, ``ratio`` (speed-up over what it was compared with), seconds it took."""
 
     what: Text
     stage: Text
@@ -179,7 +179,9 @@ class Operation(TypedDict):
 
 
 class DriftRow(TypedDict, total=False):
-    """A stretch of the training: its last step, and numbers of values by kind of tensor ("weights", "exp_avg")."""
+    """A stretch of the training: its last step, seconds per step, number of denormal values and of all values by kind
+    of tensor ("weights", "exp_avg"), and bytes of memory of the process (``rss``).
+    """
 
     step: Amount
     seconds_per_step: Amount
@@ -189,9 +191,8 @@ class DriftRow(TypedDict, total=False):
 
 
 class DriftResult(TypedDict, total=False):
-    """How the training changes in the course of the run; ``text`` is "" if nothing does.
-
-    ``slow_from``: the step from which steps take longer than at the start; None if they do not.
+    """How the training changes in the course of the run, in words (``text``, "" if it does not), and ``slow_from``: the
+    step from which steps take longer than at the start; None if they do not.
     """
 
     rows: Sequence[DriftRow]
@@ -207,7 +208,7 @@ class LossScaleStep(TypedDict):
 
 
 class Operations(TypedDict):
-    """The view of operations."""
+    """The operations of a training step in each precision, and the loss scale."""
 
     steps: Amount  # how many were recorded
     rows: Sequence[Operation]  # the longest first
@@ -252,7 +253,7 @@ class MemoryPeak(TypedDict, total=False):
 
 
 class PositionRatio(TypedDict, total=False):
-    """The ratio of the training steps from a step of the training on."""
+    """Time of a / time of b of the training steps that begin at ``step`` of the training."""
 
     step: Amount
     ratio: Interval
@@ -295,20 +296,20 @@ class HotFunction(TypedDict):
 
 
 class QuantizedTrial(TypedDict):
-    """An int8 model: whether its loss is allowed, and its speed over the float model by batch size."""
+    """An int8 model; ``loss`` is a fraction of the float model's metric, ``speedup`` is over it, by batch size."""
 
     name: Text
-    passed: Boolean
+    passed: Boolean  # whether the loss is allowed
     metric: Number
     loss: Number
     bytes: Amount
-    in_float: Sequence[Text]
+    in_float: Sequence[Text]  # the nodes that are not int8
     speedup: Mapping[str, Interval]
-    seconds: Mapping[str, Amount]
+    seconds: Mapping[str, Amount]  # by batch size
 
 
 class FloatModel(TypedDict):
-    """The model that int8 models are compared with."""
+    """The model that int8 models are compared with: its metric, its bytes, and its seconds by batch size."""
 
     metric: Number
     bytes: Amount
@@ -316,7 +317,7 @@ class FloatModel(TypedDict):
 
 
 class NotTried(TypedDict):
-    """A candidate that was not made."""
+    """An int8 model that could not be made, with the reason."""
 
     name: Text
     why: Text
@@ -390,9 +391,8 @@ class TuneResult(Result, total=False):
 
 
 class CompareResult(Result, total=False):
-    """Result of ``compare``. ``ratio``: time of a divided by time of b. ``losses``: of each block, and ``samples``.
-
-    ``interleaved`` is False where memory did not suffice for both arms at once, and each ran alone, in turns.
+    """Result of ``compare``. ``ratio``: time of a / time of b. ``losses``: mean training loss of each block, by arm,
+    and the ``samples`` trained by its end. ``interleaved``: False if memory did not suffice for both arms at once.
     """
 
     a: Text

@@ -47,7 +47,7 @@ def pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    """Each row as one line, its cells as wide as their columns; columns whose index is in ``right`` end aligned."""
+    """Each row as one line, its cells as wide as their columns; columns whose index is in ``right`` align right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(

@@ -82,7 +82,7 @@ def _share(trial: Json, result: Json) -> str:
 
 
 def chosen_trial(result: Json) -> Json | None:
-    """The chosen trial; validation makes an empty one of none."""
+    """The chosen trial, or None, of a validated result (which has a trial with an empty name instead of None)."""
     return result["chosen"] if result["chosen"] and result["chosen"]["name"] else None
 
 

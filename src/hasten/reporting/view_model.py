@@ -152,7 +152,7 @@ def break_even_runs(result: Json) -> int | None:
 
 
 def break_even(result: Json) -> str:
-    """After how many trainings the search pays, and how many the user expects."""
+    """A sentence: after how many trainings the search pays, and how many the user expects; "" while it is unknown."""
     runs, expected = break_even_runs(result), result["expected_runs"]
     if runs is None:
         if is_recommended(result) and result["break_even_runs"] is None:
@@ -346,7 +346,7 @@ def staircase(start: float | None, end: float | None, shares: Sequence[Json]) ->
 
 
 def contributions(result: Json) -> list[Json]:
-    """What each member of the recipe contributes; the only member of a recipe contributes the whole speed-up."""
+    """``[{"method", "speedup"}]`` of the recipe's methods; a single method contributes the whole speed-up."""
     if not result["contributions"] and len(result["recipe"]) == 1:
         return [{"method": next(iter(result["recipe"])), "speedup": result["speedup"]}]
     return result["contributions"]
@@ -389,13 +389,13 @@ def strong_baseline(result: Json) -> str:
 
 
 def best_trial(trials: Sequence[Json]) -> Json | None:
-    """The trial with the largest ratio, whatever its verdict."""
+    """The trial with the largest ratio, whatever its verdict; None if no trial has a ratio."""
     measured = [trial for trial in trials if trial["ratio"]["median"] is not None]
     return max(measured, key=lambda trial: trial["ratio"]["median"], default=None)
 
 
 def stages(trials: Sequence[Json]) -> list[tuple[str, list[Json]]]:
-    """The trials grouped by stage; stages in which nothing was tried come last."""
+    """[(stage, its trials)]; stages in which nothing was tried come last."""
     groups: dict[str, list[Json]] = {}
     for trial in trials:
         groups.setdefault(trial["stage"] or "trials", []).append(trial)

@@ -20,13 +20,13 @@ MIN_SEEDS, LONGEST = 2, 3.0  # seeds that decide; a recipe without the member is
 
 
 def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline: Baseline | None = None) -> list[dict]:
-    """Removes members without a proven contribution from the best recipe: [{method, speedup}] of the rest.
+    """Pushes the best recipe without its methods of unproven contribution; returns ``contributions`` of the rest.
 
-    The member of least contribution leaves first, and the others are measured again. A member stays if the recipe is
-    surely faster with it, or ends better by the margin. Without a ``baseline``, where all members keep the numbers and
-    the recipe is known to be faster as a whole, it is enough that the recipe is probably faster with it: what it saves
-    may be less than one comparison can prove. ``samples`` are those that a recipe trains which needs as many as the
-    task; of others, runs show how many.
+    The method of least contribution is removed first, and the others are measured again. A method stays if the recipe
+    is surely faster with it, or ends better by the margin. Without a ``baseline`` all methods are exact and the recipe
+    is known to be faster as a whole: then it is enough that the recipe is probably faster with the method, since what
+    that saves may be less than one comparison can prove. ``samples``: training samples of the task's own run; the runs
+    of a recipe that changes the training show how many that recipe needs.
     """
     found: list[dict] = []
     while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best, samples, baseline)):
@@ -44,7 +44,10 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
 
 
 def _is_unproven(share: dict[str, Any], is_exact: bool) -> bool:
-    """Whether a share does not justify its member. A single timed run has no interval, and is not enough to decide."""
+    """Whether the speed-up ``share`` (median, low, high) of a method is too uncertain to justify it.
+
+    False without an interval, as after a single timed run. With ``is_exact`` a likely gain is enough.
+    """
     if share["low"] is None or share["low"] > 1:
         return False
     is_likely = share["median"] >= MIN_GAIN and share["high"] / share["low"] <= NARROW
@@ -52,7 +55,10 @@ def _is_unproven(share: dict[str, Any], is_exact: bool) -> bool:
 
 
 def contributions(study: Study, recipe: Recipe, samples: float, baseline: Baseline | None = None) -> list[dict]:
-    """``[{method, speedup}]`` of the recipe's methods, as many as can be measured before the budget ends."""
+    """``[{"method", "speedup": {"median", "low", "high"}}]``: the recipe over the recipe without the method.
+
+    Of as many of the recipe's methods as can be measured before the budget ends.
+    """
     rows = []
     with suppress(OutOfBudgetError):
         for name in recipe.methods:
@@ -62,9 +68,10 @@ def contributions(study: Study, recipe: Recipe, samples: float, baseline: Baseli
 
 
 def _contribution(study: Study, recipe: Recipe, name: str, samples: float, baseline: Baseline | None) -> Any:
-    """Speed-up of the recipe over the recipe without ``name``; None if it cannot be measured.
+    """``{"median", "low", "high"}``: speed-up of the recipe over the recipe without ``name``; None if it is unknown.
 
-    Of the whole training, or to the target where both train equally many samples.
+    Of the whole training; or, if that is surer, to the target, where ``name`` changes the training but not the number
+    of its samples. ``low`` and ``high`` are None where fewer than MIN_SEEDS seeds were run.
     """
     without = recipe.drop(name)
     counts, equal_samples = Counts([], []), None
@@ -89,11 +96,11 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
 
 
 def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list[int]) -> tuple[Counts, float | None]:
-    """Samples without the member (``baseline``) and with it, on each seed, in all; to the target if both train as many.
+    """(training samples without the method (``baseline``) and with it (``tuned``), a row per seed; mean of whole runs).
 
-    The second result is the number of samples in all where both train as many on every seed, else None.
-
-    A recipe that takes LONGEST times as long without the member is stopped; what it trained by then counts.
+    The rows count samples to the target if both recipes train equally many in all (within 1 %), or if the run without
+    the method was stopped: after LONGEST times the seconds of the other one. Else they count the whole runs. The second
+    result is None unless both train equally many on every seed.
     """
     counts, equal = Counts([], []), list[float]()
     for seed in seeds:
@@ -120,7 +127,10 @@ def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list
 
 
 def _ends_better(study: Study, recipe: Recipe, name: str, baseline: Baseline | None) -> bool:
-    """Whether the recipe ends better with ``name`` than without it, by the margin, on all seeds of the search."""
+    """Whether the final metric, a mean over the search's seeds, is better by the margin with ``name`` than without it.
+
+    False for a method that does not change the training; True if the budget ends before the answer is known.
+    """
     if baseline is None or exactness_of(name) is not Exactness.CHANGES_TRAINING:
         return False
     with suppress(OutOfBudgetError):

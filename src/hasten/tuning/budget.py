@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 
 
 class OutOfBudgetError(Exception):
-    """Raised when the budget of the search, or of a part of it, is spent; what is known by then is the answer."""
+    """Raised where the budget of the search, or of a part of it, is spent or too short for the next trial.
+
+    What is known by then is the answer.
+    """
 
 
 @dataclass
 class Budget:
-    """The seconds that a search may take, and those that are kept for its later parts.
+    """The seconds that a search may take, and those that are reserved for its later parts.
 
     Time passes by the wall clock. Trials that an interrupted search has stored count with the seconds that they took,
     so that a search that continues makes the same decisions.
@@ -58,7 +61,10 @@ class Budget:
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
-        """Context manager: trials begin inside for at most ``share`` (0 to 1) of the seconds left; then it ends."""
+        """Context manager: trials may begin inside for at most ``share`` (0 to 1) of the seconds left.
+
+        An OutOfBudgetError ends the block, sets ``exhausted`` and is not passed on.
+        """
         withheld = (1 - share) * max(0.0, self.left()) if share < 1 else 0.0
         wall = (1 - share) * max(0.0, self._wall_left()) if share < 1 else 0.0
         self.withheld, self.withheld_wall = self.withheld + withheld, self.withheld_wall + wall
@@ -71,7 +77,7 @@ class Budget:
 
     @contextmanager
     def reserve(self, seconds: float) -> Iterator[None]:
-        """Context manager: ``seconds`` are kept for what follows it, half of what is left at most."""
+        """Context manager: ``seconds``, at most half of those left, are reserved for the code after it."""
         reserved = min(max(0.0, seconds), max(0.0, min(self.left(), self._wall_left() - self.withheld_wall)) / 2)
         self.reserved += reserved
         try:

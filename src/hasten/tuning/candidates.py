@@ -25,10 +25,11 @@ MAX_WORKERS = 16  # that a user would set by hand, however many cores there are
 
 @dataclass
 class Candidates:
-    """What to try: methods that change the speed of the same steps, and methods that change the training.
+    """The methods to try, each list in the order of its trials.
 
-    The first are judged by their speed, the others by the time to the target. Methods that reduce communication so much
-    that every later trial gets shorter are tried first.
+    ``systems`` are exact or of lower precision and are judged by the speed of their steps; ``training`` and
+    ``communication`` change the training and are judged by trainings. ``communication`` is tried before ``training``:
+    these methods reduce communication so much that every later trial gets shorter.
     """
 
     systems: list[Candidate] = field(default_factory=list)
@@ -50,7 +51,8 @@ class MethodSelection:
         """The selection of a user: ``methods`` and ``extra`` of ``tune``. Checks every name and option.
 
         Raises:
-            ConfigurationError: an unknown method, a wrong option, or one whose speed blocks of steps cannot show.
+            ConfigurationError: an unknown method, a wrong option, or warm-up steps of a distributed method, which make
+                blocks of steps differ.
         """
         only, offered = Recipe.parse(methods) if methods else None, Recipe.parse(extra)
         for recipe in (only or Recipe(), offered):
@@ -81,11 +83,11 @@ def candidates_for(
     refusal: Callable[[Recipe], str] = lambda recipe: "",
     varied: Mapping[str, float] | None = None,
 ) -> Candidates:
-    """The candidates in the order in which to try them: cheap proofs and high bounds first.
+    """The candidates in the order in which to try them (``_order``): cheap proofs and high bounds first.
 
-    The ``advice`` of the diagnosis holds the bounds, its ``not_advised`` the reasons for methods that are not tried.
-    ``refusal`` returns why a recipe cannot run where the task's loop is, or "". ``varied`` are the arguments of the
-    user's script that may take other values, with their own.
+    The ``advice`` of the diagnosis holds the upper bounds of speed-ups, its ``not_advised`` the reasons for methods
+    that are not tried. ``refusal`` returns why a recipe cannot run where the task's loop is, such as in a script, or
+    "". ``varied`` maps the arguments of the user's script that may take other values to the user's own values.
     """
     found, only = Candidates(is_restricted=selection.only is not None), selection.only
     on_gpu = "cuda" in diagnosis.get("facts", ())
@@ -122,7 +124,10 @@ def candidates_for(
 
 
 def _least_bound(name: str, phases: Mapping[str, float]) -> float | None:
-    """For the order only: the bound of a method for copies by the phases that are known, since it may be higher."""
+    """What the bound of a method that accelerates copying is at least, by the known phases; None for other methods.
+
+    For the order of the candidates only.
+    """
     accelerated = method_class(name).card.accelerates
     return amdahl(sum(phases.get(phase, 0.0) for phase in accelerated)) if "copy" in accelerated else None
 
@@ -130,7 +135,8 @@ def _least_bound(name: str, phases: Mapping[str, float]) -> float | None:
 def strong_baselines(device: str, cores: int, facts: frozenset[str] = frozenset()) -> list[Recipe]:
     """What an experienced user sets by hand: a fused optimizer and TF32, without loader workers and with them.
 
-    On a GPU both also with what its owner would use besides, such as bfloat16, if the ``facts`` about the run allow it.
+    On a GPU also both of these recipes with what its owner would add, such as bfloat16, if the ``facts`` about the run
+    allow it. There are ``cores`` workers, at most MAX_WORKERS.
     """
     by_hand, workers = Recipe(), Recipe()
     for name, card in cards_that_state("strong_baseline").items():

@@ -92,11 +92,11 @@ def confirm(
     tested: Sequence[Recipe] = (),
     after_look: Callable[[list[Confirmation]], None] = lambda attempts: None,
 ) -> list[Confirmation]:
-    """The attempts to confirm ``recipes``, each faster than the one before it: the winner first, if any recipe passes.
+    """Trains ``recipes``, each faster than the one before it, on fresh seeds and judges them; notes every attempt.
 
-    Every attempt is noted. ``seconds`` is the budget of each comparison of speed. ``tested`` are the recipes that the
-    search has tried to confirm before, as often as it has: they make the gate stricter. ``after_look`` is called with
-    all attempts after each look.
+    Returns the attempts, the winner first if any recipe passes. ``seconds`` is the budget of each comparison of speed.
+    ``tested`` are the recipes that the search has tried to confirm before, as often as it has: they make the gate
+    stricter. ``after_look`` is called with all attempts after each look.
     """
     no_seed, looks = gate.not_passed("no seed was run", baseline.margin), _affordable_looks(study, baseline, seconds)
     attempts, known = [], list(dict.fromkeys(map(str, tested)))
@@ -127,8 +127,9 @@ def confirm(
 
 
 def _affordable_looks(study: Study, baseline: Baseline, seconds: float) -> int:
-    """Looks that the budget allows at a recipe that halves the time of a run: the error is divided among them, so that
-    none is kept for looks that cannot come.
+    """Number of looks, at least 1, that the budget allows at a recipe that halves the time of a run.
+
+    The error is divided among these looks, so that no part of it is reserved for looks that cannot come.
     """
     original = fmean([run["trial_seconds"] for run in baseline.runs] or [0.0])
     left, known = study.budget.left() - seconds, len(baseline.runs)
@@ -189,7 +190,10 @@ def _worth_proving(index: int, attempts: list[Confirmation]) -> bool:
 
 
 def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: float) -> None:
-    """Runs more paired seeds and judges them, also where the budget ends in between."""
+    """Compares the speed of an attempt, runs more paired seeds and judges them, also where the budget ends in between.
+
+    Stores all of it in the attempt.
+    """
     pairs = LOOKS[attempt.looks]
     attempt.comparison = _compare(study, Recipe(), attempt.recipe, seconds)
     if "failed" in attempt.comparison:
@@ -217,7 +221,7 @@ def _compare(study: Study, a: Recipe, b: Recipe, seconds: float) -> dict:
 
 
 def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline, check: dict) -> str | None:
-    """Runs both arms on ``pairs`` seeds, and a cheap recipe on further ones. Returns why it lost, or None."""
+    """Runs both arms on ``pairs`` seeds, and a cheap recipe on further ones. Returns why the recipe lost, or None."""
     for seed in fresh_seeds(study.seed, pairs):
         if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline, check)):
             return why
@@ -289,7 +293,10 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
 
 
 def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
-    """Applies the quality gate, and computes the speed-up. The attempt is over once both are settled."""
+    """Sets ``gate``, the speed-ups, ``over`` and ``why`` of an attempt from its runs, if it has paired seeds.
+
+    The attempt is over once quality and speed-up are settled.
+    """
     if not attempt.paired:
         return
     exact = bool(check.get("passed"))
@@ -354,7 +361,10 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
 
 
 def _pairs_at_target(attempt: Confirmation, same_steps: bool) -> Ends:
-    """The evaluations of each paired seed at which both arms had reached the target."""
+    """(run, its evaluation that counts) of the paired seeds, by arm: that at which the run had reached the target.
+
+    With ``same_steps`` both arms are read at the samples at which the original had reached it.
+    """
     ends: Ends = [], []
     for seed in attempt.paired:
         original, tuned = attempt.baseline_runs[seed], attempt.tuned_runs[seed]
@@ -402,9 +412,10 @@ def _evaluation_at(run: dict, samples: int | None) -> dict | None:
 
 
 def compare_with_strong_baseline(study: Study, winner: Confirmation, strong: Recipe, seconds: float) -> None:
-    """Sets the speed-up over the strong baseline, which needs the original's samples; None if it cannot be measured.
+    """Sets ``over_strong_baseline`` and ``seconds["strong_baseline"]`` of ``winner``, unless they cannot be measured.
 
-    The strong baseline is never slower than the task as it is, so the speed-up over it is at most that over the task.
+    The strong baseline needs the original's samples and is never slower than the task as it is, so the speed-up over it
+    is at most that over the task.
     """
     if winner.speedup is None or winner.counts is None:
         return

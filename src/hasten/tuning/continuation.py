@@ -20,7 +20,7 @@ OF_WINNER = (  # keys of the result that only a confirmation sets
 
 
 def earlier_findings(earlier: Mapping[str, Any]) -> list[Finding]:
-    """What the ``earlier`` result has found: its answer cannot get lost."""
+    """The frontier of the ``earlier`` result.json without the baselines, so that its answer cannot get lost."""
     levels = (EXACT, PRECISION, PROVEN, ESTIMATED)
     rows = [row for row in earlier.get("frontier", ()) if row["recipe"] and row["evidence"] in levels]
     return [
@@ -37,14 +37,17 @@ def earlier_findings(earlier: Mapping[str, Any]) -> list[Finding]:
 
 
 def keep_measured(result: Any, earlier: Mapping[str, Any]) -> None:
-    """Adds to a result what the ``earlier`` one has measured of the same proven recipe, which is not measured again."""
+    """Copies the keys OF_WINNER from the ``earlier`` result into ``result``, if this search did not measure them again.
+
+    Only where both recommend the same recipe, proven.
+    """
     is_same = result["recipe"] == earlier.get("recipe") and result["evidence"] == earlier.get("evidence") == PROVEN
     if is_same and result["time_to_target"] is None:
         result |= {key: earlier[key] for key in OF_WINNER if key in earlier}
 
 
 def finish_earlier(study: Study, state: SearchState, earlier: Mapping[str, Any], has_training_stage: bool) -> None:
-    """Confirms the recipes that the ``earlier`` result lists as estimated, the slowest first.
+    """Confirms the recipes that the ``earlier`` result lists as estimated, the fastest first; drops refuted findings.
 
     Recipes that keep the training need a comparison only; the others are trained on the next seeds, as far as whole
     trainings fit into the budget that was added.

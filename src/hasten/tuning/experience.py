@@ -42,11 +42,11 @@ def distinct(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 
 def gpu_compositions(facts: Iterable[str]) -> list[Recipe]:
-    """The methods that pay together on an NVIDIA GPU, more than each alone; none where the run is not on one.
+    """Recipes of the methods that gain more together than separately on an NVIDIA GPU; [] where the run is not on one.
 
-    All of them, then those that need no recorded step, since not every step can be recorded. In the float32 of most
-    tasks fused kernels and CUDA graphs gain little: the products take the time. In bfloat16 the products are short, and
-    launching kernels takes it.
+    First all of these methods, then those that need no recorded step (CUDA graph), since not every step can be
+    recorded. In the float32 of most tasks fused kernels and CUDA graphs gain little: the matrix products take the time.
+    In bfloat16 the products are short, and launching kernels takes it.
     """
     cards = cards_that_state("on_gpu") if "cuda" in facts else {}
     together = {name: card for name, card in cards.items() if card.on_gpu.get("composition")}

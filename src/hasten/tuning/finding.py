@@ -54,7 +54,10 @@ def surest(to_target: Ratio, whole: Ratio | None) -> Ratio:
 
 
 def frontier(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings that no other dominates, the fastest first; of the same recipe the one with the best evidence."""
+    """The findings that may be faster than the task as it is and that no other dominates, the fastest first.
+
+    Of the same recipe only the finding with the strongest evidence.
+    """
     best: dict[str, Finding] = {}
     for finding in sorted(findings, key=lambda finding: _rank(finding.evidence)):
         best.setdefault(str(finding.recipe), finding)

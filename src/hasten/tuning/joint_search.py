@@ -55,7 +55,7 @@ class Space:
         return next(((key, one) for key, one in self._ranges() if one.is_length), None)
 
     def sample(self, count: int, seed: int) -> list[Point]:
-        """Scrambled Sobol points, the middle of the space first."""
+        """``count`` points: the middle of the space, then scrambled Sobol points; one empty point without axes."""
         keys = self.axes()
         if not keys:
             return [{}]
@@ -96,8 +96,8 @@ class _Trial:
     outcome: Outcome
 
     def score(self, baseline: Baseline) -> float:
-        """The final metric, less what a slower training owes to its time: for each doubling of the time, what the
-        task's own training gained by a doubling of its samples at this length.
+        """The final metric (negated if lower is better), less what the task's own training gained by a doubling of its
+        samples at this length for each doubling of this training's seconds; -inf without a finite metric.
         """
         run, whole, sign = self.outcome.runs[0], baseline.runs[0], 1 if baseline.higher_is_better else -1
         if not math.isfinite(run.get("metric") or math.nan):
@@ -136,9 +136,10 @@ def search_jointly(
 
 
 def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseline: Baseline, best: Outcome) -> Outcome:
-    """Shortens the best recipe's training as long as it ends as well; then tries a length between. The best outcome.
+    """Shortens the best recipe's training as long as it ends as well, then tries one length in between.
 
-    ``items`` are those of ``search_jointly``; without a length among their methods in the recipe nothing is done.
+    Pushes the recipes that win, and returns the outcome of the best. ``items`` are those of ``search_jointly``; nothing
+    is done unless the method among them that sets the length is in the recipe.
     """
     found = Space(items).length
     if found is None or found[0][0] not in incumbents.best.methods:
@@ -164,7 +165,7 @@ def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseli
 
 
 def _is_effective(study: Study, base: Recipe, space: Space, length: float) -> bool:
-    """Whether the methods do on this task what their cards promise; notes it if not."""
+    """Whether the methods, each option in the middle of its range, pass the exactness check; notes why if not."""
     recipe = space.add_to(base, dict.fromkeys(space.axes(), 0.5), length)
     if isinstance(recipe, str):
         study.note(", ".join(item.name for item in space.items), "training", "not tried", recipe)
@@ -178,7 +179,7 @@ def _is_effective(study: Study, base: Recipe, space: Space, length: float) -> bo
 def _halve(
     study: Study, base: Recipe, space: Space, lengths: SearchRange, baseline: Baseline, best: Outcome
 ) -> Iterator[_Trial]:
-    """Yields the trials that win, all of the first length at which any does. Those of the best so far are not tried."""
+    """Yields the trials that win, all of the first length at which any does; no length is near that of ``best``."""
     whole, unchanged = baseline.runs[0], base.methods.keys() - {item.name for item in space.items}
     affordable = FIRST_LENGTH_SHARE * study.budget.left() / max(lengths.low * whole["trial_seconds"], 1.0)
     points = space.sample(min(POINTS[1], max(POINTS[0], int(affordable))), study.seed)

@@ -21,9 +21,10 @@ from hasten.utils.search_range import SearchRange
 def largest_batch_compositions(
     study: Study, base: Recipe, items: Iterable[Candidate], facts: frozenset[str], samples: float
 ) -> list[Recipe]:
-    """Recipes to try on top of ``base``, which keeps the task's batch; none on the CPU.
+    """Recipes of a larger batch and methods that save memory, to try on top of ``base``; [] on the CPU.
 
-    ``items`` are the candidates of the search, ``samples`` those of an epoch.
+    ``base`` trains with the task's own batch size. ``items`` are the candidates of the search, ``samples`` the number
+    of training samples in an epoch.
     """
     larger, savers = next((item for item in items if item.card.ceiling == "larger_batch"), None), memory_savers(facts)
     if larger is None or not savers or "cuda" not in facts:
@@ -37,7 +38,7 @@ def largest_batch_compositions(
 
 
 def _with_effect(study: Study, base: Recipe, savers: Recipe) -> tuple[Recipe, dict]:
-    """(the savers without those that have no effect here, the plan of ``base`` with them)."""
+    """(the savers without those that have no effect here, ``Study.memory_plan`` of ``base`` with these savers)."""
     plan = study.memory_plan(merge(base, savers))
     without_effect = [name for name in savers.methods if f"{name} {NO_EFFECT}" in plan.get("failed", "")]
     return _with_effect(study, base, savers.drop(*without_effect)) if without_effect else (savers, plan)
@@ -68,9 +69,10 @@ def fitting_factor(batch_size: int, peaks: Sequence[MemoryPeak], samples: float)
 
 
 def larger_batch_recipes(larger: Candidate, savers: Recipe, without: int, with_savers: int) -> list[Recipe]:
-    """The savers with a batch ``with_savers`` times as large as the task's, for each way to scale the learning rate.
+    """The savers with a batch ``with_savers`` times the task's, a recipe for each way to scale the learning rate.
 
-    None if a batch of this factor fits ``without`` them: then larger batches are tried alone.
+    [] if a batch of the same factor fits into memory ``without`` the savers: then larger batches are tried by
+    themselves.
     """
     if with_savers <= without:
         return []

@@ -67,7 +67,7 @@ class SearchState:
         return self.confirmation if self.confirmation is not None and self.confirmation.passed else None
 
     def keep_faster(self, other: Confirmation | None) -> None:
-        """Keeps the faster of two confirmations that passed, this one or the ``other``."""
+        """Sets ``confirmation`` to the ``other`` one if that passed and is faster than a winner that is there."""
         if other is not None and other.passed and (self.winner is None or other.beats(self.winner)):
             self.confirmation = other
 
@@ -167,9 +167,10 @@ def result_of(
 
 
 def _training_seconds(state: SearchState, chosen: Finding | None, horizon: float) -> Any:
-    """Seconds of the whole training as it is and with the chosen recipe; None if its length is unknown.
+    """Seconds of the whole training as it is (``baseline``) and with the chosen recipe (``tuned``, ``low``, ``high``).
 
-    As it is: the median of its runs if these are whole trainings (``horizon`` 1), else as predicted from steps.
+    None if its length is unknown. ``baseline``: the median of its runs if these are whole trainings (``horizon`` 1),
+    else predicted from steps.
     """
     if state.run_seconds is None:
         return None
@@ -193,7 +194,7 @@ def _money(seconds: Any, price_per_hour: float | None) -> Any:
 
 
 def _quality(state: SearchState, chosen: Finding | None, winner: Confirmation | None) -> Any:
-    """The quality gate of the chosen recipe; of an exact one, that it needs none."""
+    """``quality`` of result.json: the gate of the confirmation, or "passed" where the recipe was chosen without one."""
     if chosen and not winner:
         return {"baseline": state.baseline and state.baseline.metric, "tuned": None, "margin": None, "passed": True}
     if state.confirmation:
@@ -240,7 +241,7 @@ def _why(study: Study, state: SearchState, is_partial: bool = False) -> str:
 
 
 def _why_nothing_is_faster(trials: Sequence[Mapping[str, Any]], is_partial: bool) -> str:
-    """The reason in words, with what the budget has left out."""
+    """Why no recipe is recommended, in words, with the trials that the budget did not allow."""
     if is_partial:
         why = "the search has not ended, and nothing is surely faster so far"
     elif any(trial["verdict"] == "stopped" for trial in trials):
@@ -255,7 +256,7 @@ def _why_nothing_is_faster(trials: Sequence[Mapping[str, Any]], is_partial: bool
 
 
 def _runs(baseline: Baseline | None, confirmation: Confirmation | None) -> Any:
-    """Runs of both arms: samples and seconds to the target on the paired seeds, and ``curves`` on every seed."""
+    """``samples_to_target`` and ``seconds_to_target`` of the paired seeds, and ``curves`` of all seeds, each by arm."""
     if confirmation:
         arms, paired = {"baseline": confirmation.baseline_runs, "tuned": confirmation.tuned_runs}, confirmation.paired
         seeds = {"baseline": paired, "tuned": paired}

@@ -1,6 +1,6 @@
 """The measurements of a search: whole runs, comparisons of speed, exactness checks. Each is charged and stored.
 
-A Study knows what has been tried and what it cost. It makes no decisions; ``search`` and ``confirm`` do.
+A Study knows what has been tried and what it cost. It makes no decisions; the modules that call it do.
 """
 
 import json
@@ -59,9 +59,10 @@ class Study:
     trials: list[Any] = field(default_factory=list)  # notes for the report about every trial, losers too
 
     def run(self, recipe: Recipe, seed: int, time_limit: float | None = None, race: str = "") -> dict:
-        """A run to the horizon: the result of ``Trial.run`` and of ``_time_to_target``, or ``failed``.
+        """Trains ``recipe`` to the horizon: the keys of ``Trial.run`` and ``_time_to_target``, or ``failed`` (why).
 
-        With a ``time_limit`` it may be pruned, and races against the learning curve ``race``; see ``Trial.run``.
+        With a ``time_limit`` (seconds) the run may be pruned, also where it is behind the learning curve ``race``; see
+        ``Trial.run``.
         """
         key = (str(recipe), seed, self.horizon)
         outcome = self.complete.get(key)
@@ -133,7 +134,10 @@ class Study:
         return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
 
     def measure_once(self, kind: str, title: str, measure: Callable[[ProgressCallback], Any]) -> dict:
-        """Result of ``measure``, stored and charged once per search, such as the diagnosis; or raises its error."""
+        """The result of ``measure``, such as the diagnosis, stored under ``kind`` and charged once per search.
+
+        Raises the ConfigurationError or RunError of ``measure``; OutOfBudgetError if the budget ends.
+        """
         outcome = self._charge(kind, {}, title, measure, failure_lasts=False)
         if "failed" in outcome:
             raise (ConfigurationError if outcome["refused"] else RunError)(outcome["failed"])
@@ -163,7 +167,7 @@ class Study:
         return outcome.get("phases", {})
 
     def memory_plan(self, recipe: Recipe) -> dict:
-        """The plan of an arm that trains ``recipe``, with its ``batch_size`` and ``peak_memory``; or ``failed``."""
+        """The ``Arm.build`` plan of ``recipe``, with its ``batch_size`` and ``peak_memory``; or ``failed``."""
 
         def measure(_: ProgressCallback) -> dict:
             limits = self.timeout, self.budget.deadline()
@@ -174,7 +178,10 @@ class Study:
         return self._charge("memory_plan", {"recipe": recipe.methods}, f"the memory of {recipe}", measure)
 
     def operations(self, recipe: Recipe) -> dict | None:
-        """Which operations of a step ran in which precision; None without lower precision, or if that is not seen."""
+        """The result of ``measure_operations``: operations of a step and their precision; None if it cannot be had.
+
+        None also with several processes, and for a recipe without lower precision.
+        """
         if self.processes > 1 or not lowers_precision(recipe):
             return None
 
@@ -190,7 +197,7 @@ class Study:
         self.trials.append(trial | {"seconds": round(seconds, 2)})
 
     def _time_to_target(self, evaluations: list[dict]) -> dict:
-        """``seconds_to_target`` and ``samples_to_target`` (reached and held), ``first_samples`` (first reached)."""
+        """``seconds_to_target`` and ``samples_to_target`` (reached and held), ``first_samples`` (reached); or None."""
         target, known = self.target, [row for row in evaluations if row["metric"] is not None]
         index = first_sustained_target([row["metric"] for row in evaluations], target, self.higher_is_better)
         held = evaluations[index] if index is not None else {}
@@ -222,7 +229,9 @@ class Study:
     ) -> dict:
         """A trial's outcome, stored or measured now; OutOfBudgetError if the budget ends before or in the middle of it.
 
-        ``expected``: seconds that it will take. One that would reach the deadline is not begun.
+        Adds ``trial_seconds`` to what ``measure`` returns; if that raises a RunError or ConfigurationError, the outcome
+        has ``failed`` (the message) and ``refused`` (whether the latter) instead. ``expected``: seconds that the trial
+        will take; it is not begun if it would reach the deadline.
         """
         hashes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
         what = {**what, "source_hashes": hashes} if hashes else what

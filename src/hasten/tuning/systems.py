@@ -1,7 +1,9 @@
-"""The search among methods that keep the numbers: greedy, each candidate measured against the best recipe so far.
+"""The greedy search among exact methods and among those of lower precision, by the speed of steps. An algorithm only:
+``systems_stage.py`` chooses what it is called with and how much of the budget it gets.
 
-It needs steps only: no whole training, no metric. First compositions that won elsewhere, then one method after the
-other. Nothing found here is reported: ``confirm_speed`` measures the best recipe again, with fresh processes.
+Each candidate is compared with the best recipe so far: first compositions that won elsewhere, then one method after the
+other. No whole training and no metric is needed. ``confirm_speed`` measures the best recipe again, with fresh
+processes, because nothing that the search itself measures is reported.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Candidate:
 def candidate(
     name: str, bound: float | None = None, options: dict | None = None, offered: bool = False, on_gpu: bool = False
 ) -> Candidate:
-    """A candidate from a method's card; only ``options`` are tried if given, else the presets of the card."""
+    """A candidate with the presets of the method's card (on a GPU those for it first), or only ``options`` if given."""
     card = method_class(name).card
     presets = (*card.on_gpu.get("presets", ()), *card.presets) if on_gpu else card.presets
     return Candidate(name, card, (options,) if options else presets, bound, offered)
@@ -77,10 +79,10 @@ class Incumbents:
 def try_compositions(
     study: Study, incumbents: Incumbents, recipes: Iterable[Recipe], samples: float, seconds: float
 ) -> None:
-    """Tries whole recipes, such as those that won elsewhere, so that a search begins with a good one.
+    """Tries whole recipes, such as those that won elsewhere, added to the best one; pushes those that are accepted.
 
     Methods that had no effect here in an earlier trial are left out; a recipe that fails since some of its methods have
-    none is tried again without them.
+    no effect is tried again without these. ``samples`` and ``seconds`` are those of ``search_systems``.
     """
     for one in recipes:
         recipe = one.drop(*without_effect(study, one))
@@ -106,7 +108,7 @@ def without_effect(study: Study, recipe: Recipe) -> list[str]:
 def search_systems(
     study: Study, incumbents: Incumbents, candidates: list[Candidate], samples: float, seconds: float
 ) -> None:
-    """Tries methods that only change the speed of the same steps.
+    """Tries one method after the other, exact or of lower precision; pushes the fastest accepted preset of each.
 
     A method is accepted if it is surely faster, earns back the time of its start over the ``samples`` that a run
     trains, and passes its exactness check. ``seconds`` is the budget of each comparison.
@@ -188,10 +190,11 @@ def _try_recipe(
 
 
 def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: float) -> Finding | None:
-    """The best of ``recipes`` (the last is tried first) that is as exact as it claims, measured again against the task.
+    """The last of ``recipes`` that is as exact as it claims; None if that is none of the MAX_FALLBACKS last ones.
 
-    The exactness check is that of the whole recipe against the unchanged task. It comes first: a comparison that the
-    budget ends has the blocks until then, a check has nothing. The comparison has fresh processes.
+    Each is checked and measured again against the unchanged task, in fresh processes. The check comes first: a
+    comparison that the budget ends has the blocks until then, a check has nothing. ``samples`` are those of a whole
+    run, ``seconds`` the budget of each comparison.
     """
     for recipe in [recipe for recipe in reversed(recipes) if recipe][:MAX_FALLBACKS]:
         exactness = loosest_exactness(recipe)
@@ -234,7 +237,7 @@ def _without_effect_in(outcome: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _compare_losses(outcome: dict, why: str) -> tuple[str, str]:
-    """(verdict, reason): whether lower precision left the training losses of the compared steps as they were."""
+    """("passed" or "refused", reason): whether lower precision left the losses of the compared steps as they were."""
     losses = outcome.get("losses") or {}
     a, b = losses.get("a") or [], losses.get("b") or []
     if len(a) < 3 or len(a) != len(b):
@@ -257,7 +260,7 @@ def check_verdict(check: dict) -> tuple[str, str]:
 
 
 def failure_verdict(message: str) -> str:
-    """The verdict for the report on a trial that failed with ``message``."""
+    """The verdict on a trial that failed with ``message``: "not measured", "no effect" or "failed"."""
     if BASE_FAILED in message:
         return "not measured"
     return "no effect" if NO_EFFECT in message else "failed"
@@ -275,7 +278,7 @@ def run_speedup(outcome: dict, samples: float) -> float:
 
 
 def whole_run_ratio(outcome: dict, samples: float) -> Ratio:
-    """The interval of ``run_speedup``."""
+    """``run_speedup`` with its interval: that of the ratio of the steps, scaled."""
     scale = run_speedup(outcome, samples) / outcome["ratio"]["median"]
     return Ratio(*(scale * outcome["ratio"][key] for key in ("median", "low", "high")))
 

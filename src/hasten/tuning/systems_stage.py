@@ -1,4 +1,8 @@
-"""The first stage of a search: exact methods, then methods of lower precision, judged by steps alone."""
+"""The first stage of ``tune``: exact methods, then methods of lower precision, both judged by the speed of steps.
+
+It divides the budget, calls the greedy search of ``systems.py``, and confirms and stores what that found. Where the
+budget allows a few comparisons only, there is no search: the best guesses are measured.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -53,7 +57,10 @@ SPARE = 1.3  # times what a first comparison would have taken, of the budget tha
 
 
 def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
-    """Finds the fastest recipe of exact methods, then with methods of lower precision; confirms both."""
+    """Finds and confirms the fastest recipe of exact methods, then that with methods of lower precision, in ``state``.
+
+    ``is_followed``: whether a stage with whole trainings comes next, which gets a part of the budget.
+    """
     budget, seconds, samples, plan = study.budget, state.comparison_seconds, state.samples, state.plan
     if budget.left() < SEARCH_COMPARISONS * comparison_seconds(plan):
         return confirm_best_guess(study, state, is_followed)
@@ -100,7 +107,7 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
 
 @contextmanager
 def _keep_unconfirmed(state: SearchState) -> Iterator[None]:
-    """Context manager around a search: its best recipe is shown as estimated until it is confirmed."""
+    """Context manager around a search: sets ``state.unconfirmed`` to its best recipe, as estimated, at the end."""
     try:
         yield
     finally:
@@ -141,12 +148,12 @@ def experience_of(study: Study, state: SearchState) -> list[Recipe]:
 
 
 def _exact_compositions(study: Study, state: SearchState) -> list[Recipe]:
-    """The methods that keep the numbers, of the recipes that made similar tasks faster; most similar task first."""
+    """The exact methods of MAX_COMPOSITIONS recipes that made similar tasks faster; most similar task first."""
     return distinct(map(exact_part, experience_of(study, state)))[:MAX_COMPOSITIONS]
 
 
 def _together(state: SearchState, exact: list[Candidate]) -> list[Recipe]:
-    """The exact methods that have no option to choose and start fast, those that exclude an earlier one left out."""
+    """[one recipe of all exact methods that have no option to choose, start fast and exclude no earlier one], or []."""
     recipe = Recipe()
     for item in exact if not state.candidates.is_restricted else ():
         if item.presets[:1] == ({},) and not item.card.high_setup_cost and not item.offered:
@@ -244,7 +251,7 @@ def _extend(study: Study, state: SearchState, best: Finding) -> None:
 
 
 def _guesses(study: Study, state: SearchState) -> list[Recipe]:
-    """Exact recipes worth a comparison: the methods that need no choice, what made similar tasks faster, methods."""
+    """GUESSES exact recipes: the methods without a choice together, what made similar tasks faster, single methods."""
     exact, _ = _by_exactness(state.candidates, state.level)
     singles = [Recipe({item.name: item.presets[0]}) for item in exact if item.presets]
     return [*_together(state, exact), *_exact_compositions(study, state), *singles][:GUESSES]
@@ -259,7 +266,10 @@ def note_not_tried(study: Study, stage: str, items: list) -> None:
 
 
 def find_strong_baseline(study: Study, state: SearchState, samples: float, seconds: float) -> None:
-    """Sets the strong baseline: the fastest of ``strong_baselines``, without methods that have no effect here."""
+    """Sets ``state.strong_baseline``, the fastest of ``strong_baselines`` here, and ``state.strong_finding``.
+
+    Methods that have no effect here are left out. ``seconds`` is the budget of each comparison.
+    """
     best, no_effect = Recipe(), set()
     facts = frozenset(state.diagnosis.get("facts") or ())
     for form in strong_baselines(study.device, max(1, cores() // study.processes), facts):
@@ -284,7 +294,10 @@ def find_strong_baseline(study: Study, state: SearchState, samples: float, secon
 
 
 def compare_with_one_process(study: Study, state: SearchState, recipe: Recipe, samples: float) -> Ratio | None:
-    """Speed-up of one process with all cores over the job, for a run of ``samples``; None if it cannot be measured."""
+    """Speed-up of one process with all cores, without the recipe's distributed methods, over the job of several.
+
+    For a run of ``samples`` training samples; None if it cannot be measured.
+    """
     single = drop_distributed(recipe)
     outcome = study.compare_speed(recipe, single, seconds=state.comparison_seconds, single_process=True)
     what, spent = f"{single}, one process" if recipe else "one process", outcome["trial_seconds"]

@@ -46,7 +46,8 @@ MIN_EVALUATIONS = 3  # that two runs must share to count as the same run
 class Baseline:
     """The task's own training: one result of ``Study.run`` for each of some seeds, which the confirmation uses, too.
 
-    ``seeds`` are others: those that the search runs the candidates on.
+    ``seeds`` are others: those that the search runs the candidates on. ``target`` and ``margin`` are values of the
+    metric.
     """
 
     seeds: list[int]
@@ -200,7 +201,10 @@ def seconds_of(run: dict) -> float:
 def try_training_compositions(
     study: Study, incumbents: Incumbents, best: Outcome, recipes: list[Recipe], baseline: Baseline
 ) -> Outcome:
-    """Tries whole recipes that won elsewhere, on top of the best so far. Returns the outcome of the best."""
+    """Trains whole recipes that won elsewhere, added to the best so far, and pushes those that win.
+
+    ``best`` is the outcome of the best recipe so far; returns that of the new best.
+    """
     for recipe in recipes:
         merged = merge(incumbents.best, recipe)
         if merged == incumbents.best or conflict_reason(merged):
@@ -231,7 +235,10 @@ def first_outcome(baseline: Baseline, speedup: float = 1.0) -> Outcome:
 def search_training(
     study: Study, incumbents: Incumbents, candidates: list[Candidate], baseline: Baseline, best: Outcome | None = None
 ) -> Outcome:
-    """Tries one method after the other, mildest preset first; ``best`` and the result are those of the best recipe."""
+    """Tries one method after the other by trainings, mildest preset first, and pushes the recipes that win.
+
+    ``best`` is the outcome of the best recipe so far; returns that of the new best.
+    """
     best = best or first_outcome(baseline)
     for item in candidates:
         base, losses, is_checked, seen = incumbents.best, 0, False, []
@@ -309,8 +316,9 @@ def run_seeds(
 
 
 def _require_quality(study: Study, recipe: Recipe, outcome: Outcome, best: Outcome, baseline: Baseline) -> Outcome:
-    """The outcome of a shorter training, kept only if it surely ends as well: the shortest of several is picked, which
-    may be as good by luck. Where its runs are cheap, more of them say so.
+    """The outcome of a training on fewer samples; "refused" unless it surely ends as well, after further runs if cheap.
+
+    The search picks the shortest of several trainings, which may be as good by luck.
     """
     runs = list(outcome.runs)
     original = fmean(run["trial_seconds"] for run in baseline.runs)

@@ -46,7 +46,10 @@ TRAINING_SHARE = 0.75  # of the budget left, for the search; the rest is for the
 
 
 def find_training(study: Study, state: SearchState) -> None:
-    """Finds and confirms recipes that change the training, by whole trainings or, if those do not fit, shorter ones."""
+    """Finds and confirms, in ``state``, recipes that change the training.
+
+    By whole trainings or, if those do not fit into the budget, by shorter ones (``study.horizon``).
+    """
     budget, candidates, samples = study.budget, state.candidates, state.samples
     items = [*candidates.communication, *candidates.training]
     exact = finding.recommended(state.findings, PRECISION)
@@ -97,7 +100,7 @@ def find_training(study: Study, state: SearchState) -> None:
 
 @contextmanager
 def _keep_unconfirmed(study: Study, state: SearchState, baseline: Baseline) -> Iterator[None]:
-    """Context manager around a search: its best recipe is shown as estimated until it is confirmed."""
+    """Context manager around a search: sets ``state.unconfirmed`` to its best recipe, as estimated, at the end."""
     try:
         yield
     finally:
@@ -140,7 +143,10 @@ def _horizon(study: Study, state: SearchState, items: list, speedup: float) -> f
 
 
 def run_baseline(study: Study, margin: float | None) -> Baseline:
-    """Trains the original on some seeds; sets target and margin. RunError if it fails or misses its target."""
+    """Trains the original on 2 or 3 seeds; without a target, or with shorter trainings, sets ``study.target``.
+
+    RunError if a run fails, or if no run holds the target.
+    """
     runs, seeds = [], []
     for seed in fresh_seeds(study.seed, BASELINE_SEEDS):
         runs.append(study.run(Recipe(), seed))
@@ -171,7 +177,10 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
 
 
 def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list[Recipe], is_whole: bool) -> None:
-    """Confirms the best recipes; measures a winner against one process and the strong baseline, and its parts."""
+    """Confirms the best recipes, in ``state``; compares a new winner with one process and with the strong baseline.
+
+    Also measures the contributions of the winner's methods.
+    """
     budget, seconds = study.budget, state.comparison_seconds
     tested, findings, before = list(state.tested), list(state.findings), state.winner
 

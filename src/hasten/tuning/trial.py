@@ -71,7 +71,7 @@ class Trial:
     def check_exactness(self, base: dict, exactness: str, seconds: float) -> dict:
         """Checks what the candidate's exactness class promises, against the methods ``base``.
 
-        Returns an ``ExactnessCheck`` as plain data.
+        Returns the fields of an ``ExactnessCheck``, ``number`` None if not finite. ``seconds`` limits its time.
         """
         with init_process_group(self.device, COLLECTIVE_TIMEOUT_S) as ranks:
             check = check_exactness(
@@ -88,7 +88,7 @@ class Trial:
 
 
 class FirstSteps(Probe):
-    """The arm whose first steps tell how long a training takes."""
+    """An arm that runs the first steps, for an estimate of a training's time, and collects the facts of the run."""
 
     def build(self, with_evaluation: bool = True) -> dict:
         """The plan of ``Arm.build``, and the ``facts`` of the run: a diagnosis may be too long for the budget."""

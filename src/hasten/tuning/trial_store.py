@@ -85,8 +85,9 @@ class TrialStore:
     ) -> tuple[str, dict]:
         """(key, outcome) of a trial: from the store, or measured now and written before anything else happens.
 
-        The key is made of ``kind`` and ``what``. The outcome has ``failed`` if the trial failed; it is written to the
-        file unless ``failure_lasts`` is False, as for the task's own failures, which the user may fix.
+        The key is made of ``kind``, ``what`` and the settings. The outcome has ``failed`` if the trial failed; then it
+        is not written to the file if ``failure_lasts`` is False, as for the task's own failures, which the user may
+        fix, or if the cause is of the moment (TRANSIENT_FAILURES).
 
         Raises:
             RunError: the file cannot be written.

@@ -130,7 +130,7 @@ def tune(
         facts = _describe(task, processes, clock)
         used: str = task.device(asked)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
-            why = facts.get("no_whole_run") or "it has none"
+            why = facts.get("no_whole_run") or "the task has none; add it, or choose exact or precision"
             raise ConfigurationError(f"evidence={evidence} needs a metric on held-out data (validation_data); {why}")
         settings = store.settings = _settings(facts, used, seed, processes, margin)
         earlier = _earlier_result(directory, settings) if continues else {}
@@ -225,7 +225,7 @@ def search_directory(task: Any, out: str | Path | None = None) -> Path:
 
 
 def _describe(task: TaskRef, processes: int, budget: Budget) -> dict[str, Any]:
-    """What ``Description`` says about a task, in a process that ends at the deadline."""
+    """The result of ``Description.facts``, in a process that ends at the deadline; RunError if that is too soon."""
     if processes > 1:
         warn_oversubscribed(processes)
     try:
@@ -241,7 +241,10 @@ def _too_small(budget: Budget, what: str) -> RunError:
 
 
 def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The result of the search in ``directory`` that is continued; ConfigurationError if it was another one."""
+    """The result.json of the search in ``directory`` that is continued.
+
+    ConfigurationError if it is missing or cannot be read, or if any of the ``settings`` differs.
+    """
     try:
         before = json.loads((directory / "search.json").read_text(encoding="utf-8"))
         result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
@@ -256,7 +259,8 @@ def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]
     if changed:
         words = {"task": "the task or script, or what it was asked for", "code": "hasten itself"}  # not fingerprints
         names = ", ".join(words.get(name, f"{name} ({before.get(name)} before, {now[name]} now)") for name in changed)
-        raise ConfigurationError(f"the search in {directory} cannot be continued, since these changed: {names}")
+        what = f"the search in {directory} cannot be continued, since these changed: {names}"
+        raise ConfigurationError(f"{what}; give --budget without + for a new search")
     return result
 
 
@@ -318,7 +322,10 @@ def _takes_the_place_of_a_comparison(plan: dict[str, Any], seconds: float, left:
 
 
 def _diagnose(study: Study, state: SearchState, selection: MethodSelection, varied: dict[str, float]) -> None:
-    """Finds which methods are worth trying. Without a diagnosis all are whose facts hold."""
+    """Sets ``state.diagnosis`` and ``state.candidates``, the methods worth trying, and ``study.start_step``.
+
+    Where the budget allows no diagnosis, or that fails, all methods are candidates whose facts hold.
+    """
     budget, plan = study.budget, state.plan
     seconds = min(MAX_DIAGNOSIS_S, budget.total * DIAGNOSIS_SHARE)
     with budget.reserve(budget.left()):  # keeps half of it

@@ -17,7 +17,7 @@ FACTORS = (2.0, 4.0, 0.5)  # of the user's value, tried one after the other wher
 
 
 def with_varied(items: list[Candidate], varied: Mapping[str, float]) -> list[Candidate]:
-    """The candidates; the one that sets arguments has the ranges of the ``varied`` (argument -> the user's value)."""
+    """``items``, where the method that sets arguments gets ranges for the ``varied`` (argument -> the user's value)."""
     return [item for one in items for item in (_candidates(one, varied) if sets_arguments(one.name) else [one])]
 
 
