@@ -4,8 +4,10 @@ import pytest
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
-from hasten.tuning.finding import PROVEN, Finding
-from hasten.tuning.result import SearchState, _training_seconds, _why_nothing_is_faster
+from hasten.tuning.confirm import Confirmation
+from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding
+from hasten.tuning.gate import not_passed
+from hasten.tuning.result import SearchState, _quality, _training_seconds, _why_nothing_is_faster
 from hasten.tuning.training import Baseline
 
 
@@ -23,6 +25,15 @@ def test_training_seconds_are_those_of_whole_runs_where_there_are_any(measured, 
     seconds = _training_seconds(state_of(120.0, *measured), found, horizon)
     assert seconds == {"baseline": expected, "tuned": expected / 4, "low": expected / 8, "high": expected / 2}
     assert _training_seconds(state_of(None), found, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("evidence", "asked", "passed"), [(ESTIMATED, True, False), (ESTIMATED, False, None), (EXACT, True, True)]
+)
+def test_quality_of_a_recipe_without_a_passed_gate(evidence, asked, passed):
+    recipe, state = Recipe({"ema": {}}), state_of(120.0, 98.0)
+    state.confirmation = Confirmation(recipe, not_passed("planted", 0.01)) if asked else None
+    assert _quality(state, Finding(recipe, evidence, Ratio(2.0, 1.5, 3.0), ""), None)["passed"] is passed
 
 
 LEFT_OUT = {"what": "methods that change", "verdict": "not tried", "why": "--budget 4m lets it run", "ratio": None}

@@ -15,7 +15,7 @@ from hasten.engine.run_dir import atomic_write
 from hasten.reporting.result_schema import Curve, OfferedMethod, Point, TuneResult
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import Confirmation
-from hasten.tuning.finding import DEFAULT_LEVEL, SURELY_FASTER, Finding, frontier, frontier_rows, recommended
+from hasten.tuning.finding import DEFAULT_LEVEL, ESTIMATED, SURELY_FASTER, Finding, frontier, frontier_rows, recommended
 from hasten.tuning.study import Study, changes_training, is_in
 from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import Baseline
@@ -194,12 +194,19 @@ def _money(seconds: Any, price_per_hour: float | None) -> Any:
 
 
 def _quality(state: SearchState, chosen: Finding | None, winner: Confirmation | None) -> Any:
-    """``quality`` of result.json: the gate of the confirmation, or "passed" where the recipe was chosen without one."""
+    """``quality`` of result.json: the numbers of the gate; ``passed`` is true without them where the evidence needs no
+    gate, and null where it was not asked about the chosen recipe.
+    """
+    confirmation, baseline = state.confirmation, state.baseline
     if chosen and not winner:
-        return {"baseline": state.baseline and state.baseline.metric, "tuned": None, "margin": None, "passed": True}
-    if state.confirmation:
-        return state.confirmation.gate.to_json()
-    metric, margin = (state.baseline.metric, state.baseline.margin) if state.baseline else (None, None)
+        is_estimated = chosen.evidence == ESTIMATED
+        if is_estimated and confirmation and confirmation.recipe == chosen.recipe:
+            return confirmation.gate.to_json()
+        passed = None if is_estimated else True
+        return {"baseline": baseline and baseline.metric, "tuned": None, "margin": None, "passed": passed}
+    if confirmation:
+        return confirmation.gate.to_json()
+    metric, margin = (baseline.metric, baseline.margin) if baseline else (None, None)
     return {"baseline": metric, "tuned": None, "margin": margin, "passed": False}
 
 
