@@ -197,7 +197,7 @@ def _flops_rates(flops: Mapping[str, Any], samples_per_second: float) -> Flops:
 
 
 def _call_if_possible(probe: Worker | WorkerGroup, method: str, **arguments: Any) -> dict | None:
-    """Calls a measurement of the probe; None if the run does not allow it (CUDA graph, compiled step)."""
+    """Calls a measurement of the probe; None if it raises RunError, as under a CUDA graph or in a script."""
     try:
         return probe.call(method, **arguments)
     except RunError:

@@ -28,9 +28,9 @@ def run_users_sitecustomize():
 
 
 class ImportFinder:
-    """Calls each function of ``watchers[name]`` with the module of that name once it is imported, and then is gone.
+    """Calls each function of ``watchers[name]`` with the module of that name once it is imported.
 
-    It is not gone before: a package may ask for the spec only to see whether torch is installed.
+    It leaves ``sys.meta_path`` when all were: a package may ask for the spec only to see whether torch is installed.
     """
 
     def __init__(self, watchers):
@@ -51,7 +51,7 @@ class ImportFinder:
         return None
 
     def imported(self, name, module):
-        """Calls the functions of a module, unless another spec has loaded it before."""
+        """Calls the functions that wait for a module; nothing if they were called before."""
         watchers = self.watchers.pop(name, ())
         if not self.watchers and self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -60,7 +60,7 @@ class ImportFinder:
 
 
 class WatchingLoader:
-    """Loads a module as its own loader does, puts that one back, and tells the finder."""
+    """Loads a module with its own ``loader``, makes that the module's loader again, and calls ``finder.imported``."""
 
     def __init__(self, loader, finder):
         self.loader, self.finder = loader, finder
@@ -78,7 +78,7 @@ class WatchingLoader:
 
 
 def start_session(torch):
-    """Hands over to hasten. What goes wrong there is written to the session directory and changes nothing here."""
+    """Starts the session of hasten. An error of it is written to its directory, and the script runs without hasten."""
     directory = os.environ[SESSION]
     try:
         try:

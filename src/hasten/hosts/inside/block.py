@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainingBlock:
-    """Begins when it is made, and ends once; may time its phases, and watch what the script's own code costs."""
+    """Measures steps from its construction to ``end``; also the phases if ``timed``, the script's own code if asked."""
 
     def __init__(self, session: Session, timed: bool, observes_code: bool):
         steps, models = session.steps, session.models
@@ -32,7 +32,10 @@ class TrainingBlock:
         self.began = steps.last_ended = time.perf_counter()
 
     def end(self) -> dict[str, Any]:
-        """What ``benchmarking.arm.Arm.train`` returns of a block, and ``phases`` or what the code costs."""
+        """The block as ``ScriptArm.train`` returns it, but ``count`` (steps) for samples and position, and ``losses``.
+
+        ``phases`` (seconds by phase) and the result of ``CodeObserver.stop`` only if they were asked for.
+        """
         session, steps, issued = self.session, self.session.steps, time.perf_counter()
         session.synchronize()
         now, before, after = time.perf_counter(), self.usage, resource.getrusage(resource.RUSAGE_SELF)

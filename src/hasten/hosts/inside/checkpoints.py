@@ -20,7 +20,7 @@ TRAINER_STATE = "trainer_state.json"  # beside the files of a checkpoint of Tran
 
 
 class CheckpointSeam:
-    """Writes the paths of the checkpoints to a file, a JSON list; until ``end_loading`` for what is loaded."""
+    """Writes the paths of checkpoints to ``file``, a JSON list. Patches ``load``, ``save`` and ``load_state_dict``."""
 
     def __init__(self, file: Path):
         self.file, self.found = file, list[str]()
