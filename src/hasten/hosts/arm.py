@@ -332,7 +332,7 @@ class ScriptProbe(ScriptArm):
     def block(self, count: int, disabled: str | None = None) -> dict[str, Any]:
         """Trains ``count`` steps; OwnLoopError if a phase is to be disabled, which only hasten's loop can do."""
         if disabled is not None:
-            raise OwnLoopError(f"{self.script.name} owns its training loop")
+            raise OwnLoopError(f"{self.script.name} owns its training loop, where no phase can be disabled")
         return self.train(count)
 
     def facts(self) -> list[str]:
@@ -358,7 +358,7 @@ class ScriptProbe(ScriptArm):
         return self.seen
 
     def flops(self, dtype: str) -> dict[str, Any]:
-        raise OwnLoopError(f"{self.script.name} owns its training loop")
+        raise OwnLoopError(f"{self.script.name} owns its training loop, whose operations are not counted")
 
     def input(self, budget: float) -> dict[str, Any]:
         raise OwnLoopError("the loaders of a script are timed within its steps only: see the share of input above")

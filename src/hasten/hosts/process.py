@@ -104,8 +104,8 @@ class ScriptProcess:
 
         Raises:
             ConfigurationError: The script failed by itself, or made no backward pass in time or at all.
-            RunError: The script failed under the methods, or one that is known to train took too long.
-            DeadlineError: So did it, up to the deadline.
+            RunError: The script failed under the methods, or one that has trained before made no step in ``timeout``
+                seconds (DeadlineError: until ``deadline``).
         """
         try:
             answer = self._wait_for_first_step(timeout, deadline)
@@ -171,7 +171,7 @@ class ScriptProcess:
             yield answer
 
     def ask(self, call: str, timeout: float | None = None, deadline: float | None = None, **arguments: Any) -> dict:
-        """Sends a request to the session and returns its answer, a dictionary; ``arguments`` are those of the ``call``.
+        """Sends a request to the session, such as "train" or a key of ``ANSWERS``, and returns the answer to it.
 
         Raises:
             ConfigurationError, RunError: The script failed by itself, or under the methods.
@@ -212,7 +212,7 @@ class ScriptProcess:
         return self.printed(limit)[1].decode(errors="replace")
 
     def printed(self, limit: int = OUTPUT_BYTES) -> tuple[int, bytes]:
-        """(number of bytes before them, last ``limit`` bytes) of what the script has printed on both streams."""
+        """(number of earlier bytes, last ``limit`` bytes) of what the script has printed on both streams."""
         try:
             with open(self.directory / "output", "rb") as file:
                 before = max(0, os.path.getsize(file.name) - limit)
@@ -222,8 +222,10 @@ class ScriptProcess:
             return 0, b""
 
     def _explain_end(self) -> NoReturn:
-        """Kills what is left of the script, and raises how it ended: MemoryExhaustedError, RunError if it ran under
-        methods, else ConfigurationError after its traceback was printed; errors of hasten in it keep their class.
+        """Kills what is left of the script, and raises the error that says how it ended.
+
+        MemoryExhaustedError, RunError under methods, else ConfigurationError, after its traceback was printed; or the
+        error that the session has reported in FAILURE.
         """
         ended = wait([self.exit], END_S)
         environment, has_trained = f"{SESSION}={self.directory}", (self.directory / CLAIM).exists()
@@ -284,7 +286,7 @@ class ScriptProcess:
         self.server.wait_for_group(self.pid)
 
     def close(self) -> None:
-        """Kills all processes of the script, and removes its sandbox with all that the script wrote."""
+        """Kills all processes of the script, and removes its sandbox."""
         self.stack.close()
 
     def __enter__(self) -> ScriptProcess:
@@ -341,7 +343,7 @@ def _processes_with(variable: str) -> list[int]:
 
 
 def _reason(output: str) -> str:
-    """Why a script failed: the CUDA error or the last line in its output, and its own last line in a traceback."""
+    """Why a script failed: its CUDA error or last line of output, and the last line of its own code in a traceback."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if not lines:
         return "it printed nothing"

@@ -30,7 +30,8 @@ def run_users_sitecustomize():
 class ImportFinder:
     """Calls each function of ``watchers[name]`` with the module of that name once it is imported.
 
-    It leaves ``sys.meta_path`` when all were: a package may ask for the spec only to see whether torch is installed.
+    Once all were imported, it leaves ``sys.meta_path``; a request for a spec alone, to see whether torch is installed,
+    is no import.
     """
 
     def __init__(self, watchers):
@@ -78,7 +79,9 @@ class WatchingLoader:
 
 
 def start_session(torch):
-    """Starts the session of hasten. An error of it is written to its directory, and the script runs without hasten."""
+    """Starts a session of hasten. If that fails, the file ``error`` of the session's directory holds the reason, and
+    the script runs without hasten.
+    """
     directory = os.environ[SESSION]
     try:
         try:

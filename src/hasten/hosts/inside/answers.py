@@ -92,7 +92,7 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], backwar
 
 
 def _evaluations(session: Session) -> dict[str, Any]:
-    """``evaluation_seconds`` after one step, and the steps between two, ``evaluation_every``; None until seen."""
+    """``evaluation_seconds`` after the last evaluated step; ``evaluation_every``: steps between two such, or None."""
     found = [] if session.models.trains_in_eval_mode else session.models.evaluations
     if not found:
         return {"evaluation_seconds": None, "evaluation_every": None}
@@ -110,7 +110,7 @@ def evaluation_seconds(session: Session, first: int = 0) -> list[float]:
 
 
 def memory(session: Session, of_host: bool = False) -> dict[str, Any]:
-    """Peak memory of this process, see ``memory_peak``, on its device; on the host with ``of_host``, even for a GPU."""
+    """Peak memory of this process in bytes, see ``memory_peak``: on its device or, with ``of_host``, on the host."""
     from hasten.engine.memory import memory_peak  # with packages that the script may not need
 
     return dict(memory_peak(torch.device("cpu") if of_host else session.device()))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainingBlock:
-    """Measures steps from its construction to ``end``; also the phases if ``timed``, the script's own code if asked."""
+    """Measures the steps between its construction and ``end``; on request also phases and the script's own code."""
 
     def __init__(self, session: Session, timed: bool, observes_code: bool):
         steps, models = session.steps, session.models
@@ -32,9 +32,9 @@ class TrainingBlock:
         self.began = steps.last_ended = time.perf_counter()
 
     def end(self) -> dict[str, Any]:
-        """The block as ``ScriptArm.train`` returns it, but ``count`` (steps) for samples and position, and ``losses``.
-
-        ``phases`` (seconds by phase) and the result of ``CodeObserver.stop`` only if they were asked for.
+        """``count`` of steps and their ``losses``; ``seconds``, ``issue_seconds``, ``cpu``, ``system``, ``faults`` and
+        ``switches`` as ``Arm.train``, the first two without evaluations, whose seconds are ``untimed`` and, after each
+        step, ``evaluations``. On request ``phases``, seconds by phase, or the result of ``CodeObserver.stop``.
         """
         session, steps, issued = self.session, self.session.steps, time.perf_counter()
         session.synchronize()

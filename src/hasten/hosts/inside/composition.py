@@ -205,7 +205,7 @@ class Composition:
         return self.updates[optimizer]()
 
     def _acts_on_gradients(self) -> bool:
-        """Whether the hooks of a step act; calls ``refuse`` at the first optimizer that trains another model."""
+        """Whether the hooks of a step act; False for good, after ``refuse``, once an optimizer trains another model."""
         optimizer, self.expected = self.expected, None
         if not self.gave_up and optimizer is not None and not _trains_only(optimizer, self.run.model):
             self.gave_up = True

@@ -78,7 +78,7 @@ class ModelSeam:
         patch_module_call(self.first_call)
 
     def on_backward(self) -> None:
-        """Called after every outermost backward pass; one in an evaluation shows that eval mode is no sign of it."""
+        """Called after each outermost backward pass; one during an evaluation sets ``trains_in_eval_mode``."""
         if self.began is not None:
             self.trains_in_eval_mode, self.began = True, None
 
@@ -92,7 +92,7 @@ class ModelSeam:
                 self.sites.note("models", module, called=False)
 
     def _without_roots(self, module: nn.Module) -> list[nn.Module]:
-        """The module; of a container of attached ones, these and the parts beside them."""
+        """The module; of a container of attached ones, those and the parts that hold none."""
         if id(module) in self.attached or not self._contains_attached(module):
             return [module]
         return [part for child in module.children() for part in self._without_roots(child)]

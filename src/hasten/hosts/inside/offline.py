@@ -17,7 +17,7 @@ NO_COMMIT = "0" * 40
 
 
 def keep_wandb_offline(module: Any) -> None:
-    """Makes ``wandb.init`` of an online run begin an offline one; ``module`` is ``wandb.sdk.wandb_init``."""
+    """Replaces an online mode in calls of ``wandb.init`` by "offline"; ``module`` is ``wandb.sdk.wandb_init``."""
 
     @replaces(module, "init")
     def init(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +27,7 @@ def keep_wandb_offline(module: Any) -> None:
 
 
 def keep_mlflow_offline(module: Any) -> None:
-    """Ignores the address of an MLflow server; ``module`` is ``mlflow.tracking._tracking_service.utils``."""
+    """Ignores calls that set a server as tracking URI; ``module`` is ``mlflow.tracking._tracking_service.utils``."""
 
     @replaces(module, "set_tracking_uri")
     def set_tracking_uri(original: Any, uri: Any) -> None:

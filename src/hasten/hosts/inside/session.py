@@ -53,7 +53,7 @@ def start(directory: str, import_finder: Callable[[dict[str, list[Callable[[Any]
 
 
 class Session:
-    """One session: installs the seams when it is made, then counts steps and answers. ``spec``: see ``write_spec``."""
+    """One session: installs the seams, then answers the requests of the parent. ``spec``: see ``write_spec``."""
 
     def __init__(self, directory: Path, spec: dict[str, Any]):
         self.directory, self.spec = directory, spec
@@ -151,10 +151,10 @@ class Session:
                 steps.wrap_update = composition.update_with
 
     def _guarded(self, function: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """A function whose errors, which are hasten's or a method's, do not reach the script: they end the process.
+        """A function that catches the errors of ``function``: they are hasten's or a method's, and end the process.
 
-        A training for real that has made steps continues: it prints the error and gets what ``instead`` returns, or
-        None; both leave what the script has made as it is.
+        A training for real that has made steps continues: the error is printed, and the result is that of ``instead``,
+        or None; both leave what the script has made as it is.
         """
 
         def guarded(*args: Any) -> Any:
@@ -248,7 +248,7 @@ class Session:
             self.steps.on_step = None
 
     def _after_new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Searches the model of an optimizer that is made after the first steps, as for each fold of several."""
+        """Searches for the root of an optimizer made after the first steps, as in each fold; MAX_SEARCHES times."""
         is_watched = self.composition is not None or not self.is_real
         if not self.steps.active or self.steps.count < ROOT_SEARCH_STEPS or not is_watched:
             return

@@ -24,7 +24,7 @@ _epochs = WeakKeyDictionary[Any, Iterator[int]]()  # of the loaders of each samp
 
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
-    """Replaces ``NeighborSampler`` in ``module``, one of ``torch_geometric.loader``, if PyG cannot sample itself."""
+    """Replaces the NeighborSampler of ``module``, a loader's, where neither pyg-lib nor torch-sparse is installed."""
     available = sys.modules["torch_geometric.typing"]
     if available.WITH_PYG_LIB or available.WITH_TORCH_SPARSE:
         return

@@ -42,7 +42,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
 
 
 def watch_arguments(module: Any, loop: FrameworkLoop) -> None:
-    """Lets ``--vary`` change fields before ``__post_init__``; ``module`` is ``transformers.training_args``."""
+    """Lets ``--vary`` change the fields of TrainingArguments; ``module`` is ``transformers.training_args``."""
 
     @replaces(module.TrainingArguments, "__post_init__")
     def post_init(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
