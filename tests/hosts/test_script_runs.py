@@ -387,6 +387,29 @@ def test_script_arm_reports_the_evaluations_that_come_inside_of_a_block():
         assert len(block["evaluations"]) == 2 and 0 < sum(block["evaluations"]) <= block["untimed"] + 1e-6
 
 
+@pytest.mark.parametrize(("values", "metric"), [(["nan", "0.5", "0.4"], 0.4), (["0.5", "0.4", "nan"], None)])
+def test_metric_that_is_not_finite_at_the_end_is_refused(values, metric, tmp_path):
+    text = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch, value in enumerate(VALUES):
+    for _ in range(12):
+        model(torch.randn(8, 4)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"epoch {epoch} val_loss {value}")
+"""
+    trial = ScriptTrial(written(tmp_path, text.replace("VALUES", repr(values))))
+    if metric is None:
+        with pytest.raises(RunError, match="the metric is not a finite number at the end"):
+            trial.run()
+    else:
+        result = trial.run()
+        assert [row["metric"] for row in result["evaluations"]] == [None, 0.5, 0.4]
+        assert result["metric"] == result["best_metric"] == metric
+
+
 def test_trial_writes_nothing_outside_of_the_working_directory_either(tmp_path, monkeypatch):
     home, other, project = (tmp_path / name for name in ("home", "other", "project"))
     for directory in (home, other, project):

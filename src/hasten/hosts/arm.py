@@ -1,7 +1,7 @@
 """One arm of a comparison, as ``benchmarking.arm.Arm``, but of a script that runs its own loop.
 
-The script runs in a process group of its own and stands still between two calls. One that ends is started again: the
-time of the restart counts nowhere.
+The script runs in a process group of its own and stands still between two calls. A script that ends is started again;
+no time of a step or an evaluation includes the restart.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ HANGING_S = 600.0  # without a step, after which a script hangs, where nothing e
 
 
 def start_seconds(elapsed: float, ready: dict[str, Any], described: dict[str, Any]) -> float:
-    """Seconds from the start of a script to the end of its first step.
+    """Seconds from the start of a script to the end of its first step, as on an idle machine with an empty cache.
 
-    Imports and data take as long under any recipe, but not to the clock of a busy machine; the C++ compiler of
-    torch.compile is another process. ``elapsed`` is by the clock; ``ready`` is the session's first message, and
-    ``described`` what it described then.
+    The CPU seconds of the process plus those of torch.compile, but no more than the clock's ``elapsed``, since a busy
+    machine delays imports and data; then adds what the compilations that were read from a cache had taken. ``ready``
+    is the session's first message (``process_cpu``), ``described`` its answer to "describe".
     """
     seconds = min(elapsed, ready["process_cpu"] + described["compile_seconds"])
     return seconds + described["cached_compile_seconds"]
 
 
 class OwnLoopError(RunError):
-    """A measurement that needs hasten's own loop; the script has not been touched."""
+    """Raised for a measurement that needs hasten's own training loop. The script is not asked, and not killed."""
 
 
 class ScriptWorker:
-    """An object in this process that is used like a worker, for a script under a recipe.
+    """Runs a script under a recipe. It is used like a ``fork_server.Worker``, but its methods run in this process.
 
     Args:
         script: The command.
         methods: Method -> options.
         device: Name of the device to assume until the model is seen.
         seed: Added to the script's own seeds.
-        timeout: Seconds of silence after which the script counts as hanging.
+        timeout: Seconds of silence after which the script counts as hanging; None: 600, or no limit with a deadline.
         deadline: Time of ``time.monotonic`` at which it is killed.
     """
 
@@ -83,7 +83,10 @@ class ScriptWorker:
         on_progress: ProgressCallback = no_progress,
         **arguments: Any,
     ) -> Any:
-        """Calls a method, as ``Worker.call`` does. The script is killed if it fails or is silent for too long."""
+        """Calls the method of this object that is named ``method``; ``timeout`` and ``deadline`` hold for this call.
+
+        Any error but OwnLoopError kills the script. ``on_progress`` is not used.
+        """
         before = self.timeout, self.deadline
         self.timeout = self.timeout if timeout is None else timeout
         self.deadline = self.deadline if deadline is None else deadline
@@ -127,7 +130,9 @@ class ScriptArm(ScriptWorker):
         self.has_ended = False
 
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:
-        """Starts the script and warms it up. Returns the plan, see ``Arm.build``; a sample is a step if unknown."""
+        """Starts the script and warms it up. Returns the plan of ``Arm.build`` and ``facts``; RunError if a site of the
+        watched run is missing or a method has no effect. A step counts as one sample if the batch size is unknown.
+        """
         began = time.monotonic()
         ready = self._start()
         assert self.process is not None
@@ -154,8 +159,8 @@ class ScriptArm(ScriptWorker):
         return plan | {"effects": effects, "facts": described["facts"], "peak_memory": self.peak_memory()}
 
     def _plan(self, known: dict[str, Any], start: float, step: float, length: int | None) -> dict[str, Any]:
-        """What ``build`` returns, as far as it follows from the seconds of the start and of a step, and the number of
-        steps of a whole run.
+        """The part of the plan that follows from the site map ``known``, the seconds of the start and of a step, and
+        the number of steps of a whole run (``length``; None if unknown).
         """
         every = known.get("evaluation_every")
         return {
@@ -176,14 +181,15 @@ class ScriptArm(ScriptWorker):
         }
 
     def peak_memory(self) -> list[MemoryPeak]:
-        """The peak of the memory of the script's process; see ``Arm.peak_memory``."""
+        """The peak memory of the script's process, a list of one; see ``Arm.peak_memory``."""
         return [self._ask("memory")]
 
     def train(self, count: int, timed: bool = False) -> dict[str, Any]:
-        """Trains a block of ``count`` steps, or fewer at the end of the script; see ``Arm.train``.
+        """Trains a block of ``count`` steps, at the end of the script as few as MIN_BLOCK_STEPS; see ``Arm.train``.
 
-        ``untimed`` seconds passed besides the steps: in evaluations, and until a script that had ended ran again.
-        ``evaluations``: seconds of each evaluation that came meanwhile.
+        The result also has ``evaluations``, the seconds of each evaluation meanwhile, ``untimed``, the seconds of all
+        of them and of the restart of a script that had ended, and, if ``timed``, ``phases``: seconds by phase.
+        RunError if the whole script has too few steps.
         """
         untimed, evaluations, enough = 0.0, list[float](), min(count, MIN_BLOCK_STEPS)
         for _ in range(2):
@@ -204,7 +210,7 @@ class ScriptArm(ScriptWorker):
                 of_block = {"samples": samples, "position": self.position, "loss": loss, "evaluations": evaluations}
                 return {**block, **of_block}
             untimed += time.monotonic() - began
-        raise RunError(f"{self.script.name} trains only {self.total} steps, too few to be measured")
+        raise RunError(f"{self.script.name} trains only {self.total} steps, too few to be measured; train longer")
 
     def evaluate(self) -> float:
         """Trains on until an evaluation of the script has ended. Returns its seconds."""
@@ -217,7 +223,7 @@ class ScriptArm(ScriptWorker):
             self.position += (self.steps - before) * self.samples_per_step
             if answer["evaluation"] is not None:
                 return answer["evaluation"]
-        raise RunError(f"{self.script.name} did not evaluate again")
+        raise RunError(f"{self.script.name} did not evaluate again in two runs to its end")
 
     def _start(self) -> dict[str, Any]:
         if self.process is not None:
@@ -232,7 +238,7 @@ class ScriptArm(ScriptWorker):
 
     def _restart(self) -> None:
         if self.total is not None and self.total < 1 + WARM_UP_STEPS + MIN_BLOCK_STEPS:
-            raise RunError(f"{self.script.name} trains only {self.total} steps, too few to be measured")
+            raise RunError(f"{self.script.name} trains only {self.total} steps, too few to be measured; train longer")
         self._start()
         self._warm_up()
 
@@ -240,7 +246,7 @@ class ScriptArm(ScriptWorker):
         self._note_end(self._ask("train", count=WARM_UP_STEPS))
 
     def _observe(self) -> dict[str, str]:
-        """The evidence that each method acts; RunError if one does not."""
+        """Method -> evidence of its effect, observed in the second step from here; RunError if a method has none."""
         if self.has_ended:
             self._restart()
         answer = self._ask("observe")
@@ -260,7 +266,7 @@ class ScriptArm(ScriptWorker):
 
 
 class WatchedArm(ScriptArm):
-    """The first steps of a script, of which the watched run has shown enough to start it no second time."""
+    """A ScriptArm whose plan comes from the watched run, without another start, if that timed enough steps."""
 
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:
         """As ``ScriptArm.build``; from the site map if that has ``first_steps``."""
@@ -274,15 +280,15 @@ class WatchedArm(ScriptArm):
         return plan | {"effects": {}, "facts": known["facts"], "peak_memory": [known["memory"]]}
 
     def evaluate(self) -> float:
-        """Seconds of an evaluation; those of the watched run, if that was all."""
+        """Seconds of a new evaluation if the script is running; else those of an evaluation of the watched run."""
         return super().evaluate() if self.process else (known_sites(self.script) or {})["evaluation_seconds"]
 
 
 class ScriptProbe(ScriptArm):
-    """An arm that also answers what a diagnosis asks; what needs hasten's own loop is not measured in a script.
+    """A ScriptArm with the calls of ``profiling.probe.Probe``; those that need hasten's loop raise OwnLoopError.
 
-    Of several processes that train together, it measures the first to train; the others wait for it in their
-    collectives.
+    Of several processes that train together, only the one with the first backward pass is measured; while it stands
+    still, the others wait for it in their collectives.
     """
 
     needs_one_process = False
@@ -294,7 +300,7 @@ class ScriptProbe(ScriptArm):
         self.step, self.seen = 1.0, dict[str, Any]()
 
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:
-        """As ``ScriptArm.build``, but an evaluation that was seen counts, however seldom it comes."""
+        """As ``ScriptArm.build``, but ``evaluation`` in the plan is set however seldom the script evaluates."""
         plan = super().build(with_evaluation)
         known = known_sites(self.script) or {}
         self.step = plan["step"]
@@ -306,24 +312,27 @@ class ScriptProbe(ScriptArm):
         super()._note_end(answer)
 
     def _see_metric(self) -> bool:
-        """Whether the metric is known; of several runs, the one with the most values counts."""
+        """Reads the metric of this run into ``seen``, unless an earlier run has shown more values.
+
+        Returns whether ``seen`` holds a metric or candidates.
+        """
         assert self.process is not None
         seen = seen_metric(self.script, self.process, self._ask("describe"))
         self.seen = max(seen, self.seen, key=lambda one: [len(one.get(key, ())) for key in ("values", "candidates")])
         return bool(self.seen["name"] or self.seen["candidates"])
 
     def evaluate(self) -> float:
-        """Seconds of an evaluation, as seen before."""
+        """Seconds of an evaluation that was seen before; runs nothing."""
         return (known_sites(self.script) or {})["evaluation_seconds"]
 
     def timed_block(self, count: int) -> dict[str, Any]:
-        """A block, and ``phases``: seconds by phase."""
+        """Trains ``count`` steps: the result of ``train``, and ``phases``: seconds by phase."""
         return self.train(count, timed=True)
 
     def block(self, count: int, disabled: str | None = None) -> dict[str, Any]:
-        """A block; RunError if a phase shall be disabled, which only the engine's loop can do."""
+        """Trains ``count`` steps; OwnLoopError if a phase is to be disabled, which only hasten's loop can do."""
         if disabled is not None:
-            raise OwnLoopError(f"{self.script.name} owns its training loop")
+            raise OwnLoopError(f"{self.script.name} owns its training loop, where no phase can be disabled")
         return self.train(count)
 
     def facts(self) -> list[str]:
@@ -331,7 +340,9 @@ class ScriptProbe(ScriptArm):
         return self._ask("describe")["facts"]
 
     def operations(self, count: int) -> dict[str, Any]:
-        """Values that the host reads in a step, and what the script's own code costs; see ``inside/code.py``."""
+        """Trains at least ``count`` steps and OBSERVED_S: ``host_reads_per_step``, values that the host reads, and what
+        the script's own code costs, ``synchronizations`` and ``functions``; see ``inside/code.py``.
+        """
         if self.has_ended:
             self._restart()
         answer = self._ask("train", count=max(count, int(OBSERVED_S / self.step)), observes_code=True)
@@ -340,14 +351,14 @@ class ScriptProbe(ScriptArm):
         return code | {"host_reads_per_step": sum(read["per_step"] for read in code["synchronizations"])}
 
     def metric(self, seconds: float) -> dict[str, Any]:
-        """The metric in what the script has printed and logged, for which it trains on for up to ``seconds``."""
+        """The result of ``seen_metric``; trains on for up to ``seconds`` until there is a metric or a candidate."""
         until = time.monotonic() + seconds
         while not self._see_metric() and not self.has_ended and time.monotonic() < until:
             self._note_end(self._ask("train", count=max(1, int(seconds / 10 / self.step))))
         return self.seen
 
     def flops(self, dtype: str) -> dict[str, Any]:
-        raise OwnLoopError(f"{self.script.name} owns its training loop")
+        raise OwnLoopError(f"{self.script.name} owns its training loop, whose operations are not counted")
 
     def input(self, budget: float) -> dict[str, Any]:
         raise OwnLoopError("the loaders of a script are timed within its steps only: see the share of input above")

@@ -91,9 +91,9 @@ def _enter_overlays(directories: tuple[str, ...], layer: str, shared: tuple[str,
 
 
 def _cover_shared_memory(layer: str, userxattr: bool) -> None:
-    """Covers /dev/shm by memory of the same size; what it holds, as data of the user, can be read in an overlay.
+    """Mounts fresh memory of the same size over /dev/shm, as an overlay if it holds files: they stay readable.
 
-    An empty one needs none, which would make each batch of a loader's worker 20 us slower.
+    An empty /dev/shm gets a plain tmpfs: an overlay would make each batch of a loader's worker 20 us slower.
     """
     status = os.statvfs(SHARED_MEMORY)
     options = f"mode=1777,size={status.f_blocks * status.f_frsize}"
@@ -125,7 +125,7 @@ def _enter_namespace() -> bool:
 
 
 class _Layers:
-    """Makes the upper layers, on the file system for temporary files or, where an overlay refuses it, in memory."""
+    """Mounts overlays whose upper layers lie in ``directory``, or in memory where its file system cannot hold them."""
 
     def __init__(self, directory: str, userxattr: bool, in_memory: bool = False) -> None:
         self.directory, self.count, self.in_memory = directory, 0, in_memory
@@ -207,7 +207,7 @@ def _enter_copy(cwd: str, layer: str, command: list[str]) -> list[str]:
 
 
 def _remove(path: str) -> None:
-    """Removes a file or a directory, in the layer alone, if there is one."""
+    """Removes a file or a directory, if there is one, from what the command sees; the user's own stays."""
     if os.path.isdir(path) and not os.path.islink(path):
         import shutil
 

@@ -70,7 +70,7 @@ _Wanted = tuple[dict[str, Any], int, int]  # methods, steps, whether it is the s
 
 @dataclass(frozen=True)
 class Rounded(Method):
-    """Moves every weight to the next number: the smallest change, whose growth is that of rounding."""
+    """Moves every weight up to the next number of its dtype: the smallest change, whose growth is that of rounding."""
 
     card = Card(summary="every weight one rounding larger", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
 
@@ -106,7 +106,7 @@ class Deterministic(Method):
         return deterministic
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        """Takes back what the script has set since: cuDNN would choose other algorithms in each run."""
+        """Restores ``cudnn.benchmark`` as the methods want it: with it on, runs would choose different algorithms."""
         torch.backends.cudnn.benchmark = run.checkpoint_state[self.name]
         return model
 
@@ -118,8 +118,9 @@ ALERT = re.compile(r"(\w+) does not have a deterministic implementation")
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """The first steps of a script: hash and values of its weights, gradients of its first step, parsed arguments, the
-    seeds that it has set, the operations that torch has warned of.
+    """The first ``steps`` steps of a script. ``hash`` (SHA-256) and ``weights`` are those after the last one,
+    ``gradients`` those of the first one, by name on the CPU. ``arguments``: parsed, by name. ``seeds``: ``site``,
+    ``type`` and ``seed`` of calls that set one. ``alerts``: operations that torch warns of as not deterministic.
     """
 
     steps: int
@@ -161,7 +162,10 @@ def check_exactness(trial: ScriptWorker, base: dict[str, Any], exactness: str) -
 
 
 def seconds_of_check(start: float, step: float, runs: int, sites: dict[str, Any] | None) -> float:
-    """Seconds that a check takes which runs a script so often, whose start and steps take so many seconds each."""
+    """Estimated seconds of a check with ``runs`` runs of STEPS steps each.
+
+    ``start`` and ``step``: seconds of a start and of a step; ``sites``: the site map, see ``runs_at_once``.
+    """
     starts = runs / (1 + GAIN_OF_ANOTHER * (min(runs_at_once(sites), runs) - 1))
     return starts * start + runs * STEPS * step
 
@@ -174,7 +178,7 @@ def runs_at_once(sites: dict[str, Any] | None) -> int:
 
 
 class _TooSlowError(RunError):
-    """A run takes too long, whatever it is run beside."""
+    """A run in float64 would take longer than MAX_DOUBLE_S; the script is then judged in float32."""
 
 
 class _Runs:
@@ -226,7 +230,7 @@ class _Runs:
     def in_double(
         self, base: dict[str, Any], candidate: dict[str, Any], steps: int
     ) -> tuple[ScriptRun, ScriptRun] | None:
-        """Both recipes in float64; None if the script cannot run in it."""
+        """The runs of both recipes in float64; None if the script cannot run in it, which is remembered."""
         if self.key in self.double_fails:
             return None
         self.tested_in_double = {**base, **DOUBLE}
@@ -257,7 +261,7 @@ class _Runs:
             return self._train(process, methods, steps)
 
     def _start_expected(self) -> None:
-        """Starts further runs beside the one that trains now. One that fails to start is started when it is needed."""
+        """Starts expected runs beside the one that trains now. One that fails to start is started when it is needed."""
         places = runs_at_once(known_sites(self.script))
         while self.expected and 1 + len(self.begun) < places:
             key = next(iter(self.expected))
@@ -361,7 +365,7 @@ def _judge_changes(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any])
 
 
 def _judge_by_noise(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
-    """Two runs of the script differ: a method may differ as much."""
+    """Passes if both recipes differ by at most NOISE_FACTOR times the distance between two runs of the script."""
     first, second = runs.run({}, keep=True), runs.run({}, again=1, keep=True)
     noise = _difference(first.weights, second.weights)
     number = _difference(runs.run(base, keep=True).weights, runs.run(candidate).weights)
@@ -375,7 +379,7 @@ def _judge_by_noise(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]
 
 
 def _alerts(runs: _Runs, first: ScriptRun) -> str:
-    """The operations of a script that torch cannot reproduce, as far as it knows them."""
+    """A remark that names the operations for which torch has no deterministic implementation; "" if none is known."""
     alerts = first.alerts  # on a GPU every run asks for deterministic algorithms
     if runs.on_cpu():
         try:
@@ -388,7 +392,10 @@ def _alerts(runs: _Runs, first: ScriptRun) -> str:
 
 
 def _seed_that_differs(first: ScriptRun, second: ScriptRun) -> str:
-    """Why two runs of a script differ, as far as the seeds show that its own code sets; hasten sets all others."""
+    """A remark on the script's own call that sets no seed, or another one in each run; "" if there is none.
+
+    Hasten sets all other seeds.
+    """
     before = {(entry["site"], entry["type"]): entry["seed"] for entry in first.seeds}
     for entry in second.seeds:
         key = entry["site"], entry["type"]
@@ -403,7 +410,7 @@ def _seed_that_differs(first: ScriptRun, second: ScriptRun) -> str:
 
 
 def _first_runs(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any], exactness: str) -> list[_Wanted]:
-    """The runs that a check of the class begins with."""
+    """The runs that a check of the class starts with, as ``_Runs.expect`` takes them."""
     both, own = (base, candidate), [({}, STEPS, 0), ({}, STEPS, 1)]
     can_double = runs.key not in runs.double_fails
     if exactness == Exactness.REDUCED_PRECISION.name:

@@ -19,10 +19,10 @@ WAY_OUT = "write the training as a hasten.Task, whose loop the engine runs"
 
 
 def check_supported(methods: Iterable[Method], owner: str) -> None:
-    """Refuses methods that override a hook which is not called in a script.
+    """Refuses methods that a script cannot run: those for several processes, and those with a hook not in HOOKS.
 
-    ``export`` of a method that keeps the numbers only restores the plain module, which a host that saves nothing
-    itself does not need.
+    ``export`` is allowed to a method that does not change the training: it only restores the plain module, and hasten
+    saves nothing of a script.
 
     Args:
         methods: The methods of a recipe.

@@ -32,10 +32,10 @@ def check_train(
     script needs to import it.
 
     Returns:
-        The site map beside the recipe file, if there is one, and the device to assume until the script shows its own.
+        (site map beside the recipe file or None, device to assume until the script shows its own).
 
     Raises:
-        ConfigurationError: The recipe cannot act in a script.
+        ConfigurationError: The recipe cannot act in a script, ``processes`` is not 1, or the site map is unreadable.
     """
     if processes != 1:
         raise ConfigurationError(f"{script} starts its own processes; leave --processes out")
@@ -82,7 +82,10 @@ def _names(script: ScriptRef, module: str) -> bool:
 
 
 def train_script(script: ScriptRef, recipe: Recipe, device: str, sites: dict[str, Any] | None) -> int:
-    """Runs the command with the recipe, with this process's input and output. Returns its exit code."""
+    """Runs the command with the recipe, with this process's input and output, and forwards signals to it.
+
+    Warns if the recipe had no effect. Returns the exit code, 128 + N if signal N ended the command.
+    """
     with tempfile.TemporaryDirectory(prefix="hasten-") as directory:
         write_spec(Path(directory), script, recipe.methods, device, None, sites, mode="train")
         environment = injected(script.environment, Path(directory))  # without a recipe too: see frameworks/pyg.py

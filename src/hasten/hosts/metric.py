@@ -25,7 +25,7 @@ class Found(Series):
 
 @dataclass(frozen=True)
 class Ambiguous:
-    """Several numbers could be the metric, or the direction of the only one is unknown."""
+    """No metric can be chosen for the given reason; the user must name one of the candidates, or its direction."""
 
     reason: str
     candidates: tuple[Series, ...]
@@ -134,19 +134,21 @@ def _may_be_metric(series: Series) -> bool:
 
 
 def _is_plausible(series: Series) -> bool:
-    """Whether a fraction of correct answers is one; a number of correct answers is not."""
+    """False if the name is that of a fraction of correct answers, and a value is not within 0 to 100, as of a count."""
     finite = [value for value in series.values if math.isfinite(value)]
     return not meaning_of(series.name).rate or (bool(finite) and all(0 <= value <= 100 for value in finite))
 
 
 def _rank(series: Series) -> tuple[int, ...]:
-    """Recurring before printed once, metrics of the task before losses, validation before test data."""
+    """Sort key, largest first: recurring before printed once, metrics of the task before losses, validation before test
+    data, plain metrics before variants such as top-5.
+    """
     meaning = meaning_of(series.name)
     return (len(series.values) > 1, meaning.kind, series.phase != "test", not meaning.secondary)
 
 
 def _evidence(series: Series) -> tuple[int, ...]:
-    """Between series of one metric: a line of its own, then one that follows an evaluation, then its progress."""
+    """Sort key between series of equal rank, largest first: no line of progress, a phase of its own, more values."""
     return (not series.in_progress, not series.inherited, len(series.values))
 
 

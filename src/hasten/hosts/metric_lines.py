@@ -43,7 +43,7 @@ class Series:
 
     Attributes:
         name: Its name, with the word for the held-out data: "valid loss", "test accuracy", "eval_f1".
-        seconds: When each value was printed.
+        seconds: When each value was logged, or at the latest printed, in seconds from ``import torch``.
         values: The values; a percentage and a fraction a/b are between 0 and 1.
         resolution: The smallest step between two values that the printed digits can show; 0 for a full float.
         phase: "validation", "test", "train", "evaluation" (the model was in evaluation mode), or "".
@@ -140,7 +140,7 @@ def _printed(raw: str) -> str:
 
 
 def _parse(text: str) -> tuple[_Number, ...]:
-    """The numbers of a line."""
+    """The numbers of a line, each with its name and phase; dates and times such as 12:34 are left out."""
     numbers: list[_Number] = []
     template, end = "", 0
     context: list[str] = []  # words before the number, without the names of other metrics: "Test: [10/20] loss 0.5"
@@ -243,7 +243,7 @@ def _full_name(name: str, phase: str, text: str) -> str:
 
 
 def _phase(column: list[_Number], entries: list[_Entry]) -> tuple[str, bool]:
-    """The data that a number was measured on, and whether only the context says so."""
+    """(phase of a number as in ``Series``, whether only a heading or the line before states it)."""
     phases = {number.phase for number in column}
     if phases != {""}:
         return (phases.pop() if len(phases) == 1 else ""), False
@@ -257,7 +257,7 @@ def _phase(column: list[_Number], entries: list[_Entry]) -> tuple[str, bool]:
 
 
 def _ends_of_progress(entries: list[_Entry], index: int) -> list[_Entry]:
-    """Of lines that show the progress through a dataset several times before this number, the last of each time."""
+    """The last line of each pass through a dataset, if a counter a/b stands before the number; else all lines."""
     for i, number in enumerate(entries[0].numbers[:index]):
         counts = [entry.numbers[i].counter for entry in entries]
         if number.counter is None or "epoch" in number.name.lower() or any(count is None for count in counts):
@@ -270,7 +270,7 @@ def _ends_of_progress(entries: list[_Entry], index: int) -> list[_Entry]:
 
 
 def _is_printed_better(numbers: tuple[_Number, ...], index: int) -> bool:
-    """Whether another number of the line is the same one better: the running average, or with more digits."""
+    """Whether a neighbor of the same name shows the number better: with more digits, or as a running average."""
 
     def quality(number: _Number) -> tuple[float, bool]:
         return -number.step, number.average

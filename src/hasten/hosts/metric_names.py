@@ -94,7 +94,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def phase_of(words: Sequence[str]) -> str:
-    """The data that the last phase word names; "" if there is none."""
+    """The data, "validation", "test" or "train", by the last of the words that names one of them; "" if none does."""
     return next((PHASES[word.lower()] for word in reversed(words) if word.lower() in PHASES), "")
 
 

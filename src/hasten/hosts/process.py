@@ -98,13 +98,14 @@ class ScriptProcess:
             self.stack = stack.pop_all()
 
     def wait_until_trained(self, timeout: float | None, deadline: float | None) -> dict[str, Any]:
-        """Waits for the end of the first step. Returns the session's first message.
+        """Waits for the end of the first step. Returns the session's first message: ``steps``, ``process_cpu`` (s).
 
         A script that resumes from a checkpoint is started again without it: a trial begins at step 0.
 
         Raises:
-            ConfigurationError: The script failed by itself, never trained, or trains in several processes.
-            RunError: The script failed under the methods.
+            ConfigurationError: The script failed by itself, or made no backward pass in time or at all.
+            RunError: The script failed under the methods, or one that has trained before made no step in ``timeout``
+                seconds (DeadlineError: until ``deadline``).
         """
         try:
             answer = self._wait_for_first_step(timeout, deadline)
@@ -121,7 +122,7 @@ class ScriptProcess:
         return self.wait_until_trained(timeout, deadline)
 
     def found_checkpoints(self) -> bool:
-        """Whether the script has resumed from checkpoints that were not known; they are hidden from here on."""
+        """Whether this run has resumed from a checkpoint. Hides new ones from later runs, and warns of them."""
         path = self.directory / RESUMED
         paths = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         if new := hide_checkpoints(self.script, paths):
@@ -170,7 +171,7 @@ class ScriptProcess:
             yield answer
 
     def ask(self, call: str, timeout: float | None = None, deadline: float | None = None, **arguments: Any) -> dict:
-        """Sends a request to the session and waits for its answer.
+        """Sends a request to the session, such as "train" or a key of ``ANSWERS``, and returns the answer to it.
 
         Raises:
             ConfigurationError, RunError: The script failed by itself, or under the methods.
@@ -203,7 +204,7 @@ class ScriptProcess:
             raise
 
     def rivals(self) -> int:
-        """The number of processes of the script that train, too."""
+        """The number of processes of the script that train besides the one that answers."""
         return len(list(self.directory.glob(f"{RIVAL}-*")))
 
     def output(self, limit: int = ERROR_BYTES) -> str:
@@ -211,7 +212,7 @@ class ScriptProcess:
         return self.printed(limit)[1].decode(errors="replace")
 
     def printed(self, limit: int = OUTPUT_BYTES) -> tuple[int, bytes]:
-        """The number of bytes before the last ``limit`` that the script has printed, on both streams, and those."""
+        """(number of earlier bytes, last ``limit`` bytes) of what the script has printed on both streams."""
         try:
             with open(self.directory / "output", "rb") as file:
                 before = max(0, os.path.getsize(file.name) - limit)
@@ -221,7 +222,11 @@ class ScriptProcess:
             return 0, b""
 
     def _explain_end(self) -> NoReturn:
-        """Raises the error that says how the script ended."""
+        """Kills what is left of the script, and raises the error that says how it ended.
+
+        MemoryExhaustedError, RunError under methods, else ConfigurationError, after its traceback was printed; or the
+        error that the session has reported in FAILURE.
+        """
         ended = wait([self.exit], END_S)
         environment, has_trained = f"{SESSION}={self.directory}", (self.directory / CLAIM).exists()
         continues = not has_trained and _processes_with(environment)  # also before it has left the process group
@@ -281,7 +286,7 @@ class ScriptProcess:
         self.server.wait_for_group(self.pid)
 
     def close(self) -> None:
-        """Ends the process and removes its directory."""
+        """Kills all processes of the script, and removes its sandbox."""
         self.stack.close()
 
     def __enter__(self) -> ScriptProcess:
@@ -300,8 +305,8 @@ def write_spec(
     sites: dict[str, Any] | None,
     mode: str,
 ) -> None:
-    """Writes what ``hosts.inside.session`` reads to its directory; the arguments are those of ``ScriptProcess``, and
-    ``mode`` is "trial", or "train" for a training for real.
+    """Writes SPEC, which ``hosts.inside.session`` reads, into ``directory``. The arguments are those of
+    ``ScriptProcess``; ``mode`` is "trial", or "train" for ``hasten train``.
     """
     spec = {
         "name": Path(script.file).name if script.file else script.name,
@@ -319,7 +324,9 @@ def write_spec(
 
 
 def injected(environment: Any, directory: Path) -> dict[str, str]:
-    """The environment of a command whose Python processes import hasten's ``sitecustomize`` at their start."""
+    """A copy of ``environment`` in which Python processes import hasten's ``sitecustomize`` at their start and find the
+    ``directory`` of the session.
+    """
     path = os.pathsep.join(filter(None, [INJECTED, environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path, SESSION: str(directory)}
 
@@ -336,7 +343,7 @@ def _processes_with(variable: str) -> list[int]:
 
 
 def _reason(output: str) -> str:
-    """The last line of the output that says why a script failed, in its own words."""
+    """Why a script failed: its CUDA error or last line of output, and the last line of its own code in a traceback."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if not lines:
         return "it printed nothing"

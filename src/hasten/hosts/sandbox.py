@@ -73,8 +73,9 @@ class Sandbox:
     Attributes:
         cwd: Working directory of the command.
         directories: Directories whose content the command cannot change; none of them contains another.
-        directory: Temporary directory of this sandbox, which they do not cover. It is removed at the end.
-        shared: Directories below these that are no part of them: caches of compiled code, which all trials share.
+        directory: Temporary directory of this sandbox, in which the command can write. It is removed at the end.
+        shared: Paths below ``directories`` that the command can change: caches of compiled code, pipes of CUDA MPS, and
+            ``directory``.
         isolation: "overlay", or "copy" with the limits that the module's docstring states.
     """
 
@@ -118,7 +119,9 @@ class Sandbox:
         return [*enter, *self.directories, "--", *self.shared, "--", *hidden, "--", *argv]
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """A copy of ``variables`` in which trackers are offline and write to a fresh directory in the sandbox."""
+        """A copy of ``variables`` in which trackers are offline and write to a fresh directory in the sandbox, and
+        torch.compile uses the user's cache if that is shared.
+        """
         trackers = tempfile.mkdtemp(prefix="trackers-", dir=self.directory)
         offline = {name: value.format(trackers) for name, value in OFFLINE.items()}
         for value in offline.values():
@@ -129,7 +132,7 @@ class Sandbox:
 
 
 def writable_places() -> list[str]:
-    """The directories that programs write to: all at the top of the file system but those of the system, and a few."""
+    """Real paths of home, /var/tmp, /dev/shm, and the readable directories in / that are not the system's."""
     found = [
         f"/{name}" for name in os.listdir("/") if name not in OF_THE_SYSTEM.split() and not os.path.islink(f"/{name}")
     ]
@@ -138,7 +141,7 @@ def writable_places() -> list[str]:
 
 
 def _isolate(cwd: str, directory: Path, places: Sequence[str]) -> Sandbox:
-    """The sandbox over the directory and as many of the places as possible; see ``Sandbox.for_directory``."""
+    """The sandbox over ``cwd`` and those of the places that an overlay can cover; else one with a copy of ``cwd``."""
 
     def over(covered: Sequence[str]) -> Sandbox:
         directories = _outermost([cwd, *covered])
@@ -169,7 +172,7 @@ def _warn_once(text: str) -> None:
 
 
 def _inductor_cache() -> str:
-    """The directory in which torch.compile keeps what it has compiled; made if there is none, as torch does."""
+    """The directory in which torch.compile caches what it has compiled; it may not exist yet."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # an id without a name, as in containers
@@ -178,7 +181,10 @@ def _inductor_cache() -> str:
 
 
 def _caches() -> list[str]:
-    """Directories that the trials share with each other and with the user: what is in them changes only their speed."""
+    """Directories that the trials share with each other and with the user, which changes only their speed.
+
+    torch.compile's cache, which is made if it does not exist, and the pipes of CUDA MPS.
+    """
     with suppress(OSError):
         os.makedirs(_inductor_cache(), exist_ok=True)
     of_mps = [MPS_PIPES, *glob.glob(f"{SHARED_MEMORY}/cuda.*")] if os.path.isdir(MPS_PIPES) else []
@@ -267,7 +273,7 @@ def _overlay_obstacle(box: Sandbox) -> str:
 
 
 def _check_copy_is_possible(cwd: str, obstacle: str) -> None:
-    """Raises ConfigurationError if a copy cannot isolate the command, either."""
+    """Raises ConfigurationError if ``cwd`` is too large to copy; ``obstacle`` is why no overlay is possible."""
     if _size_above(cwd, MAX_COPY_BYTES) <= MAX_COPY_BYTES:
         return
     reason = f"{cwd} holds more than {MAX_COPY_BYTES // 10**6} MB, which is too large to copy for each trial"

@@ -49,7 +49,7 @@ def _edit(script: ScriptRef, method: Method, places: list[Site]) -> ScriptEdit:
 
 
 def _command_by_hand(script: ScriptRef, values: Mapping[str, Any], parsed: Mapping[str, Any]) -> str:
-    """How to start the script with other values: the command, and what its parser has to be given beside."""
+    """A sentence: how to start the script with other ``values``, of which its parser needs ``parsed``; "" if none."""
     command = with_typed(script.argv, values)
     more = ", ".join(f"{name} = {value}" for name, value in parsed.items())
     if command == list(script.argv):
@@ -64,7 +64,7 @@ def _argument_places(sites: dict[str, Any]) -> list[Site]:
 
 
 def _step_places(sites: dict[str, Any], directory: str) -> list[Site]:
-    """The updates of the optimizers, each with the name that the one model of the script has there."""
+    """The calls of ``optimizer.step``; ``type`` is the name of the model there, "" unless it is the only one."""
     models = [_place(entry) for entry in sites["models"]]
     places = [_place({"site": f"{entry['step']}#1"}) for entry in sites["optimizers"] if entry.get("step")]
     for place in places:

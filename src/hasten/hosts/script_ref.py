@@ -83,11 +83,11 @@ class ScriptRef(TaskRef):
         return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric, names)
 
     def load(self) -> NoReturn:
-        """A script is no Task: it runs its own loop."""
+        """Raises ConfigurationError: a script is no Task, it runs its own loop."""
         self.function()
 
     def function(self) -> NoReturn:
-        """A script is no function that returns a task."""
+        """Raises ConfigurationError: a script is no function that returns a task."""
         raise ConfigurationError(f"{self.command} is a command, and this needs a task: a workload or file.py:function")
 
     @property
@@ -118,7 +118,9 @@ class ScriptRef(TaskRef):
         return f"{self.name}-{digest.hexdigest()[:16]}"
 
     def check_methods(self, methods: Sequence[Method]) -> None:
-        """Refuses a method that needs what a script cannot offer, or did not in its first run; ConfigurationError."""
+        """Raises ConfigurationError for a method with a hook that a script does not call, or one that changes an
+        optimizer of torch if the first run had none.
+        """
         name = Path(self.file).name if self.file else self.name
         check_supported(methods, name)
         known = site_map.known_sites(self) or {}
@@ -127,17 +129,17 @@ class ScriptRef(TaskRef):
             for method in methods:
                 if "optimizer" in hooks_of(method):
                     raise ConfigurationError(
-                        f"{method.name} changes an optimizer of torch, and {name} updates without one"
+                        f"{method.name} changes an optimizer of torch, and {name} has none; leave the method out"
                     )
 
     def start_worker(
         self, service: str, processes: int, timeout: float | None, deadline: float | None, **arguments: Any
     ) -> Any:
-        """What answers the calls of a service of the engine for this script.
+        """The object in this process that answers the calls of ``service``, "module:Class", for this script.
 
         Raises:
             ConfigurationError: More than one process.
-            RunError: A measurement that needs the loop of the engine.
+            RunError: The service needs the loop of the engine; see ``services.SERVICES`` for those that do not.
         """
         from hasten.hosts import services  # which start processes and import this module
 
@@ -149,7 +151,7 @@ class ScriptRef(TaskRef):
         return services.SERVICES[name](self, timeout=timeout, deadline=deadline, **arguments)
 
     def sites(self) -> dict[str, Any] | None:
-        """The site map of the runs so far; None before the first one."""
+        """The sites that earlier runs have shown, a list for each of ``site_map.KINDS``; None before the first run."""
         known = site_map.known_sites(self)
         return None if known is None else {kind: known[kind] for kind in site_map.KINDS}
 

@@ -30,7 +30,9 @@ class ScriptDescription(ScriptWorker):
     """Watches the first run of a script, without any method."""
 
     def facts(self, processes: int) -> dict[str, Any]:
-        """As ``tuning.trial.Description``. Without a metric, or an end in sight, there is nothing to validate."""
+        """The keys of ``tuning.trial.Description.facts``, from a watched run of the script, and: ``no_whole_run``, why
+        it did not end ("" if it did); ``default_budget``, seconds or None; ``varied``, argument -> value.
+        """
         site_map = watch_script(self.script, self.deadline)
         varied = _varied(self.script, site_map)
         why = "" if site_map["total_steps"] else _reason_run_is_too_long(site_map)
@@ -55,7 +57,7 @@ class ScriptTrial(ScriptWorker):
     def run(
         self, target: float | None = None, time_limit: float | None = None, race: str = "", horizon: float = 1.0
     ) -> dict[str, Any]:
-        """A whole run; see ``tuning.trial.Trial.run``. RunError for a shorter one: the script owns its length.
+        """A whole run; see ``tuning.trial.Trial.run``. RunError if ``horizon`` < 1: the script owns its length.
 
         ``race`` is not used: what a script prints is read at its end, so only ``time_limit`` ends it early.
         """
@@ -64,7 +66,7 @@ class ScriptTrial(ScriptWorker):
         return run_to_end(self, target, time_limit)
 
     def check_exactness(self, base: dict[str, Any], exactness: str, seconds: float) -> dict[str, Any]:
-        """Checks what the exactness class promises, against the methods ``base``; see ``hosts/exactness.py``."""
+        """Compares the script under its methods with ``base``, see ``exactness.check_exactness``."""
         return check_exactness(self, base, exactness)
 
 
@@ -72,7 +74,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
     """Runs a script unchanged for a while, or to its end if that comes sooner. Returns and remembers its site map.
 
     Raises:
-        ConfigurationError: It failed, or never trained.
+        ConfigurationError: It failed, never trained, trains in several processes, or its metric is not clear.
     """
     started, blocks = time.monotonic(), list[dict[str, Any]]()
     left = DEFAULT_BUDGET_S if deadline is None else deadline - started
@@ -112,9 +114,9 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
 
 
 def _first_steps(start: float, blocks: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Seconds of the start and of a step, by blocks after a warm-up; None if there were too few.
+    """``start`` and ``step``, in seconds, from the blocks after the first one; None if there were too few.
 
-    A quarter of the blocks are faster: other programs only make steps longer, but a block may hold short batches.
+    The step is the lower quartile: other programs only make steps longer, but a block may hold short batches.
     """
     warm = sorted(block["seconds"] / block["count"] for block in blocks[1:] if block["count"])
     if len(warm) < ENOUGH_BLOCKS or not warm[0] > 0.0:

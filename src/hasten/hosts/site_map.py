@@ -1,7 +1,7 @@
 """What is known of a script from its first watched run: its loaders, optimizers and models with file and line.
 
-Later runs act by site: a loader for training is recognized by the line that made it. A site that does not come again
-means that the run is not the one that was watched.
+Later runs recognize these objects by site, ``file:line#index`` of the code that made or first called them. A site that
+is missing in a later run means that it is not the run that was watched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _hidden: dict[str, list[str]] = {}  # the same: paths of checkpoints, without wh
 
 
 def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
-    """Keeps what a session has described, with what earlier runs of the same script have shown; returns all of it."""
+    """Merges what a session has described into the site map of the script; returns the map, by KINDS and OF_A_RUN."""
     site_map = {kind: described["sites"].get(kind, []) for kind in KINDS}
     before = _known.get(script.fingerprint(), {})
     for kind in KINDS:
@@ -48,13 +48,16 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_numbers(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
-    """The parsed arguments that are numbers and differ from ``before``; a text may hold the time of the start."""
+    """Name -> value in ``after`` of the arguments that are numbers and differ from ``before``.
+
+    Texts are left out: one may hold the time of the start.
+    """
     numbers = {name: value for name, value in after.items() if isinstance(value, (int, float))}
     return {name: value for name, value in numbers.items() if before.get(name) != value}
 
 
 def known_sites(script: ScriptRef) -> dict[str, Any] | None:
-    """What earlier runs of this command have shown; None before the first one."""
+    """The site map of this command from earlier runs in this process, see ``remember``; None before the first one."""
     return _known.get(script.fingerprint())
 
 
@@ -73,7 +76,7 @@ def hidden_checkpoints(script: ScriptRef) -> list[str]:
 
 
 def hide_checkpoints(script: ScriptRef, paths: Sequence[str]) -> list[str]:
-    """Adds paths to those that are hidden. Returns the new ones."""
+    """Hides paths from later trials of a script, see ``hidden_checkpoints``. Returns those that are new."""
     hidden = _hidden.setdefault(script.fingerprint(), [])
     new = [path for path in paths if path not in hidden]
     hidden += new
@@ -81,7 +84,7 @@ def hide_checkpoints(script: ScriptRef, paths: Sequence[str]) -> list[str]:
 
 
 def write(directory: Path, script: ScriptRef, recipe: Recipe) -> None:
-    """Writes the site map beside a recipe, if there is one."""
+    """Writes the site map of a script to FILE in the directory of a recipe; nothing if the script has not run."""
     site_map = known_sites(script)
     if site_map is not None:  # without the parsed arguments, which may hold a password
         sites = {name: site_map[name] for name in ("main", "device", *KINDS)}

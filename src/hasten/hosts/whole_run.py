@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from bisect import bisect_right
@@ -28,10 +29,13 @@ MAX_LINE = 4_000  # characters
 
 
 def metric_of_run(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> Found | None:
-    """The metric of a run: what ``--metric`` names, else what was logged, else what was printed; None if there is none.
+    """The metric of a run: what ``--metric`` names, else what the script monitors, logs or prints, in this order.
+
+    None if no number looks like a metric, and, with a warning, if none is known to be measured on held-out data.
 
     Raises:
-        ConfigurationError: Several numbers could be the metric: the question to the user. Or none has the given name.
+        ConfigurationError: It is not clear which of several numbers is the metric, or whether higher is better: the
+            text asks the user. Or no number has the name that ``--metric`` gives.
     """
     found = metric_so_far(script, process, described)
     if not isinstance(found, Ambiguous):
@@ -44,10 +48,11 @@ def metric_of_run(script: ScriptRef, process: ScriptProcess, described: dict[str
 
 
 def metric_so_far(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> Found | Ambiguous | None:
-    """The metric in what a script has printed and logged until now; as ``metric_of_run``, but nothing is asked.
+    """The metric in what a script has printed and logged until now; as ``metric_of_run``, but candidates are returned.
 
     Raises:
-        ConfigurationError: No number has the name that ``--metric`` gives, or several have.
+        ConfigurationError: No number has the name that ``--metric`` gives, several have it, or its direction is
+            unknown.
     """
     logged, printed = _series(process, described)
     if script.metric is not None:
@@ -63,15 +68,16 @@ def metric_so_far(script: ScriptRef, process: ScriptProcess, described: dict[str
 
 
 def _series(process: ScriptProcess, described: dict[str, Any]) -> tuple[list[Series], list[Series]]:
-    """What a script has logged, and what it has printed, until now."""
+    """(series that a script has logged, series that it has printed) until now."""
     printed = series_of(lines_of(*process.printed(), described["marks"], described["seconds"]))
     return series_of_logged(described["logged"]), printed
 
 
 def seen_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> dict[str, Any]:
-    """``metric_so_far`` as plain data: ``name``, ``direction``, ``values``, ``candidates`` if it is not clear, ``why``.
+    """``metric_so_far`` as plain data; its errors become ``why``.
 
-    Each candidate has a name, a direction ("" if unknown) and values, too.
+    Keys: ``name``, ``direction`` and ``values`` of the metric, empty if there is none; ``candidates``, if the choice is
+    not clear, each with a name, a direction ("" if unknown) and values; ``why`` there is no metric.
     """
     nothing = {"name": "", "direction": "", "values": [], "candidates": [], "why": ""}
     try:
@@ -109,14 +115,14 @@ def has_named_metric(
 
 
 def lines_of(before: int, output: bytes, marks: list[list[Any]], seconds: float) -> list[Line]:
-    """Each line of a script's output, with the seconds until which it was printed, and whether in an evaluation.
+    """(seconds by which it was printed, text, whether in an evaluation) of each line of a script's output.
 
-    Lines of more than MAX_LINE characters are left out: no metric is searched in data.
+    Blank lines are left out, and those of more than MAX_LINE characters: no metric is searched in data.
 
     Args:
         before: Bytes that it printed before ``output``.
         output: What it printed, or the end of it.
-        marks: [seconds, step, bytes of the output until then, whether an evaluation begins] at each change.
+        marks: [seconds, step, bytes printed until then, whether it begins] at begin and end of each evaluation.
         seconds: Of the whole run.
     """
     ends = [*marks, [seconds, 0, 1 << 62, not (marks and marks[-1][3])]]
@@ -129,7 +135,7 @@ def lines_of(before: int, output: bytes, marks: list[list[Any]], seconds: float)
 
 
 def run_to_end(trial: ScriptWorker, target: float | None = None, time_limit: float | None = None) -> dict[str, Any]:
-    """Runs the script of a trial to its end: the keys of ``tuning.trial.Trial.run``.
+    """Runs the script of a trial to its end. Returns a dictionary with the keys of that of ``tuning.trial.Trial.run``.
 
     Args:
         trial: The script, its methods, device, seed and deadline.
@@ -138,7 +144,8 @@ def run_to_end(trial: ScriptWorker, target: float | None = None, time_limit: flo
             then. They begin when the script has imported torch, as those of the evaluations do. None: no limit.
 
     Raises:
-        RunError: The metric is missing, or a method has no effect.
+        RunError: A run that was not pruned has no metric, or the script failed under the methods.
+        ConfigurationError: It is not clear which number is the metric.
     """
     script, deadline = trial.script, trial.deadline
     with ScriptProcess(script, trial.methods, trial.device, trial.seed, known_sites(script), deadline) as process:
@@ -156,18 +163,21 @@ def run_to_end(trial: ScriptWorker, target: float | None = None, time_limit: flo
         has_metric = not pruned or seen_metric(script, process, described)["name"]  # a pruned run may end before it
         found = metric_of_run(script, process, described) if has_metric else None
     if found is None and not pruned:
-        raise RunError("the metric is missing")
+        raise RunError(f"the metric is missing: {script.name} printed and logged none on held-out data")
     marks = described["marks"]
     times = [mark[0] for mark in marks]
     rows = []
     for at, value in zip(found.seconds, found.values, strict=True) if found else ():
         index = bisect_right(times, at) - 1
         step = marks[index][1] if index >= 0 else 0
-        rows.append({"step": step, "samples": step * per_step, "seconds": at, "metric": value})
+        metric = value if math.isfinite(value) else None
+        rows.append({"step": step, "samples": step * per_step, "seconds": at, "metric": metric})
+    if not pruned and rows and rows[-1]["metric"] is None:
+        raise RunError(f"the metric is not a finite number at the end: {script.name} gives {found.values[-1]}")
     best = max if found and found.direction == "max" else min
     return {
         "metric": rows[-1]["metric"] if rows else None,
-        "best_metric": best((row["metric"] for row in rows), default=None),
+        "best_metric": best((row["metric"] for row in rows if row["metric"] is not None), default=None),
         "evaluations": rows,
         "resolution": found.resolution if found else 0.0,
         "steps": answer["steps"],
@@ -188,7 +198,7 @@ def _has_reached(script: ScriptRef, process: ScriptProcess, target: float | None
 
 
 def _is_held_out(found: Found | Ambiguous | None) -> bool:
-    """Whether a metric was measured on held-out data; of several candidates, one of them."""
+    """Whether ``found`` is a metric, or holds a candidate that was measured on held-out data."""
     if isinstance(found, Ambiguous):
         return any(one.phase in HELD_OUT for one in found.candidates)
     return found is not None

@@ -104,7 +104,7 @@ def bound_of(
 
 
 def amdahl(share: float) -> float:
-    """Speed-up by Amdahl's law if ``share`` of the time, from 0 to 1, is removed: 1 / (1 - share)."""
+    """Speed-up by Amdahl's law if ``share`` of the time, 0 to 1, is removed: 1 / (1 - share), at most 1000."""
     return 1.0 / max(MIN_REMAINDER, 1.0 - share)
 
 

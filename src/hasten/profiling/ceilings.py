@@ -44,9 +44,9 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measures the ceilings of phases that can be switched off in a running ``Probe``, within ``budget`` seconds.
 
-    ``shares`` of the time, from 0 to 1, are those of "input", "larger_batch", "logging" and, last because a run may
-    fail without it, "optimizer_step". A block has ``count`` steps of ``step`` seconds; ``extra`` are the seconds of
-    evaluation for each training sample, which are not switched off.
+    ``shares`` of the time, from 0 to 1, are those of "input", "larger_batch", on a GPU "copy", "logging" and, last
+    because a run may fail without it, "optimizer_step". A block has ``count`` steps of ``step`` seconds; ``extra`` are
+    the seconds of evaluation for each training sample, which are not switched off.
     """
     began, names = time.monotonic(), [name for name, share in shares.items() if share >= MIN_SHARE]
     found = Ceilings(not_measured={n: f"it takes {shares[n]:.1%} of the time" for n in shares if n not in names})
@@ -74,7 +74,7 @@ def _least_seconds(name: str, count: int, step: float) -> float:
 
 
 def _measure_ceiling(probe: Worker | WorkerGroup, name: str, count: int, extra: float, budget: float) -> Ratio:
-    """Runs blocks with and without a phase in turn, until the ratio is known or the budget is spent."""
+    """Time per sample with / without a phase, from blocks in turns until that is known or the budget is spent."""
     steps = max(1, count // BATCH_FACTOR) if name == LARGER_BATCH else count
     probe.call("block", count=1, disabled=name)
     began, with_phase, without = time.monotonic(), [], []

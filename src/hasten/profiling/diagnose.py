@@ -60,7 +60,8 @@ def diagnose(
 
     Returns:
         Plain data. ``verdict``: a sentence. ``phases``: share of the wall clock, summing to 1. ``ceilings``: time with
-        / time without, with a 95 % interval. ``advice`` and ``not_advised``: methods. ``causes``. ``input``: samples/s
+        / time without, with a 95 % interval. ``advice`` and ``not_advised``: methods. ``causes``: page faults and host
+        reads a step, shares of system and issue time, the cost of timing. ``input``: samples/s
         of the input pipeline and of the training step, see ``InputThroughput``. ``flops``, ``facts``, and the
         speed of the run in seconds and samples. ``operations``: see ``Operations``; None without ``ops``.
         ``drift``: see ``measure_drift``. ``peak_memory_bytes``: of each rank, see ``engine/memory.py``.
@@ -169,10 +170,10 @@ def _refused(task: TaskRef, names: Iterable[str]) -> dict[str, str]:
 def _measure_drift(
     task: TaskRef, recipe: Recipe, plan: dict[str, Any], seconds: float, **where: Any
 ) -> tuple[Drift, dict[str, str]]:
-    """The drift, and why it was not measured: a training that fails later on can still be diagnosed."""
+    """(drift, {"drift": reason} if it was not measured): a training that fails later on can still be diagnosed."""
     least = (warm_up_steps(plan["step"]) + STRETCHES) * plan["step"]
     if least > max(seconds, CHEAP_S):
-        return Drift(), {"drift": f"it would take {least:.0f} s to train on"}
+        return Drift(), {"drift": f"it would take {least:.0f} s to train on; give a larger budget"}
     try:
         drift = measure_drift(task, recipe, seconds=seconds, **where)
     except RunError as error:
@@ -181,7 +182,7 @@ def _measure_drift(
 
 
 def _denormals_ceiling(drift: Drift, steps: int | None) -> dict[str, float]:
-    """The ceiling of a training without denormal numbers; none where it is unknown what they cost.
+    """``denormals``: ceiling of a training without denormal numbers; {} where it is unknown what they cost.
 
     A training of which only the first steps were seen may contain them later: moving averages need hundreds of steps.
     """

@@ -159,7 +159,7 @@ class DriftProbe(Arm):
     """An arm that also counts the denormal numbers in its state, and can compute with zeros instead."""
 
     def flush(self) -> bool:
-        """From now on computes with zero instead of denormal numbers; False if this processor cannot."""
+        """Sets this process to compute with zero instead of denormal numbers; False if the processor cannot."""
         return set_flush_denormals(True)
 
     def state(self) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def _ratio_in_turns(probe: Worker | WorkerGroup, fresh: Worker | WorkerGroup, co
 
 
 def _slow_from(blocks: list[tuple[int, float]]) -> int:
-    """The first step after the last block that is nearer to the start's time than to the end's, single ones aside."""
+    """The first step after the last block (single ones aside) whose time is nearer to the start's than to the end's."""
     times = [taken for _, taken in blocks]
     smooth = [median(times[max(0, i - 1) : i + 2]) for i in range(len(times))]
     level = math.sqrt(math.prod(_start_and_end(blocks)))
@@ -297,7 +297,7 @@ def _describe_time(drift: Drift) -> str | None:
 
 
 def _describe_memory(rows: list[Stretch]) -> str | None:
-    """Growth that continues through all stretches after the first; caches and pools stop growing."""
+    """A clause on memory that grows in all stretches after the first, as caches and pools do not; else None."""
     rows = rows[1:]
     growth = rows[-1].rss - rows[0].rss if len(rows) > 2 else 0
     if growth < MIN_GROWTH or any(

@@ -57,7 +57,7 @@ def copy_bytes_per_second(device: str) -> float:
 
 
 def fastest_call(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of many calls, within a third of PEAK_SECONDS."""
+    """Seconds of the fastest call of ``work``, which is called for a third of PEAK_SECONDS, and at least once."""
     best, end = math.inf, time.perf_counter() + PEAK_SECONDS / 3
     while best == math.inf or time.perf_counter() < end:
         synchronize(device)

@@ -56,9 +56,9 @@ def measure_operations(
     deadline: float | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> Operations:
-    """Trains a few steps, after a warm-up, in a worker process that records their operations.
+    """Trains OBSERVED_STEPS steps, after a warm-up, in a worker process that records their operations.
 
-    The arguments are those of ``diagnose``.
+    No rows, but a note, if a method replays a graph. The arguments are those of ``diagnose``.
 
     Raises:
         RunError: the run could not be built or trained.
@@ -95,7 +95,7 @@ class RecordedArm(Arm):
         return dataclasses.replace(program, validation=None, zero_grad=zero_grad)
 
     def record(self, count: int) -> Operations:
-        """Trains ``count`` steps under one recorder."""
+        """Trains ``count`` steps under one recorder, and returns the operations, see ``Operations``."""
         recorder = OpRecorder(timed=True)
         with recorder:
             for _ in range(count):

@@ -21,7 +21,7 @@ from hasten.utils.phase_timer import PhaseTimer
 
 
 def _timed(phase: str) -> Callable[..., Callable[..., Any]]:
-    """A hook that records every call of the function that it wraps under a phase."""
+    """A hook of a method, which wraps its function so that each call is timed under ``phase``."""
     return lambda method, function, run: _timer(run).timed(phase, function)
 
 

@@ -67,8 +67,8 @@ class RankProbe(Arm):
         """Trains ``count`` steps with some phases disabled.
 
         Returns:
-            seconds_per_sample (of the global batch), and per step: seconds_per_step, cpu (seconds), switches, phases
-            (seconds by phase) and the list wait_seconds.
+            seconds_per_sample (of the global batch); per step: seconds_per_step, cpu (seconds of this rank), phases
+            (seconds by phase) and the list wait_seconds; switches (involuntary, in the whole block, of all ranks).
         """
         run = self.program.run
         timer, disabled = run.checkpoint_state["phase_timer"], disabled_phases(run)

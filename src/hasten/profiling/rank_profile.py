@@ -78,10 +78,11 @@ def diagnose_ranks(
     Rank 0 calls ``on_progress``.
 
     Returns:
-        Plain data. ``verdict``: a sentence. ``ranks``: seconds of a step by phase, of each rank. ``skew``.
-        ``communication``: seconds of the exchange by itself, exposed and hidden. ``straggler``: rank, seconds and
-        cause, or None. ``links``. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process
-        with all ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``.
+        Plain data. ``verdict``: a sentence. ``ranks``: seconds of a step by phase, of each rank. ``skew``: phase ->
+        seconds between the slowest and the fastest rank. ``communication``: seconds of the exchange by itself, exposed
+        and hidden. ``straggler``: rank, seconds and cause, or None. ``links``: seconds of a message of 1 MB to the next
+        rank. ``ceilings``: time with / time without, with intervals. ``speedup`` over one process with all
+        ``threads``. ``efficiency``: speed-up / factor of devices or threads. ``advice`` and ``not_advised``: methods.
 
     Raises:
         ConfigurationError: a wrong request, or there is only one rank.
@@ -244,7 +245,7 @@ def _is_compatible(recipe: Recipe, name: str) -> bool:
 def _advise(
     probe: RankProbe, ceilings: dict[str, Ratio], phases: dict[str, float], cost: dict, step: float
 ) -> tuple[list[Advice], list[NotAdvised]]:
-    """(advice, not advised) as ``advise``; gradient compression also pays for its own rounding."""
+    """(advice, not advised) as ``advise``; the bound of 16-bit gradients includes the time to round them."""
     recipe = probe.plain_recipe
     names = [name for name in method_names() if name not in recipe.methods and _is_compatible(recipe, name)]
     cards = {name: method_class(name).card for name in names}

@@ -45,7 +45,7 @@ class StepProfile:
     evaluation: float | None  # seconds of an evaluation; None if the task has no validation data
     timing_cost: float  # relative increase of a step's time because its phases are timed
     faults_per_step: float  # minor page faults
-    system_share: float  # of the CPU time, spent in the operating system
+    system_share: float  # time in the operating system / CPU time, or wall clock if that is longer
     issue_share: float  # of the time, until the host has queued a block's work; the GPU then finishes it
     queued_steps: float  # steps that the GPU had not finished when the host had queued the last one, as a fraction
     host_reads_per_step: float | None  # values that the host reads from the device
@@ -58,7 +58,7 @@ class StepProfile:
 
     @property
     def wasted_share(self) -> float:
-        """Share of the CPU time, spent in the operating system, that an allocator which keeps memory could save.
+        """The part of ``system_share`` that an allocator which keeps memory could save: all, with MANY_FAULTS, or 0.
 
         Beside a GPU the system works for its driver, and the process waits in a loop: no allocator would save that.
         """
@@ -197,7 +197,7 @@ def _flops_rates(flops: Mapping[str, Any], samples_per_second: float) -> Flops:
 
 
 def _call_if_possible(probe: Worker | WorkerGroup, method: str, **arguments: Any) -> dict | None:
-    """Calls a measurement of the probe; None if the run does not allow it (CUDA graph, compiled step)."""
+    """Calls a measurement of the probe; None if it raises RunError, as under a CUDA graph or in a script."""
     try:
         return probe.call(method, **arguments)
     except RunError:

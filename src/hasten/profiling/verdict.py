@@ -107,7 +107,7 @@ def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
 
 
 def _hottest(profile: StepProfile) -> dict[str, Any]:
-    """The function of a script that takes the most time outside of the phases that hasten times.
+    """``function``, ``site`` and ``share`` of the time of a script's function that takes most outside of the phases.
 
     A GPU computes meanwhile what is queued, so there its share is at most that of the time between the phases.
     """

@@ -212,7 +212,8 @@ def _gain_per_doubling(evaluations: list[dict], samples: float, sign: int) -> fl
 
     The later of the two evaluations is the first one at or after ``samples``.
     """
-    evaluations = [row for row in evaluations if row["samples"] > 0]  # a script may evaluate before it trains
+    # a script may evaluate before it trains, and a metric that is not finite is None
+    evaluations = [row for row in evaluations if row["samples"] > 0 and row["metric"] is not None]
     if not evaluations:
         return 0.0
     later = next((row for row in evaluations if row["samples"] >= samples), evaluations[-1])

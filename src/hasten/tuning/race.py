@@ -12,15 +12,16 @@ FIRST_SHARE = 1 / 3  # of the limit, before which nothing is behind
 Curve = Sequence[tuple[float, float]]  # (seconds since the start, metric), by seconds
 
 
-def is_behind(curve: Curve, seconds: float, metrics: Sequence[float], limit: float, sign: int) -> bool:
+def is_behind(curve: Curve, seconds: float, metrics: Sequence[float | None], limit: float, sign: int) -> bool:
     """Whether a training with these ``metrics`` after ``seconds`` is behind the curve; never behind an empty one.
 
     After ``limit`` seconds it has lost in any case. ``sign`` is 1 if a higher metric is better, -1 if a lower one.
     """
-    if seconds < FIRST_SHARE * limit or not metrics:
+    finite = [sign * metric for metric in metrics if metric is not None]
+    if seconds < FIRST_SHARE * limit or not finite:
         return False
     reference = [sign * metric for at, metric in curve if at <= seconds / LEAD]
-    return bool(reference) and max(sign * metric for metric in metrics) < max(reference)
+    return bool(reference) and max(finite) < max(reference)
 
 
 def to_text(curve: Curve) -> str:

@@ -297,7 +297,8 @@ def run_seeds(
     """
     runs: list[dict] = []
     time_limit = round(TIME_LIMIT * best.whole_seconds(1), 2)
-    curve = to_text([(row["seconds"], row["metric"]) for row in best.runs[0].get("evaluations", ())]) if races else ""
+    rows = best.runs[0].get("evaluations", ()) if races else ()
+    curve = to_text([(row["seconds"], row["metric"]) for row in rows if row["metric"] is not None])
     for seed in baseline.seeds:
         limits: Any = {} if runs else {"time_limit": time_limit, "race": curve}
         runs.append(study.run(recipe, seed, **limits))

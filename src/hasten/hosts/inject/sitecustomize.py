@@ -56,7 +56,7 @@ class ImportFinder:
 
 
 class WatchingLoader:
-    """Loads a module as its own loader does, puts that one back, and tells the finder."""
+    """Loads a module with its own ``loader``, makes that the module's loader again, and calls ``finder.imported``."""
 
     def __init__(self, loader, finder):
         self.loader, self.finder = loader, finder
@@ -74,7 +74,9 @@ class WatchingLoader:
 
 
 def start_session(torch):
-    """Hands over to hasten. What goes wrong there is written to the session directory and changes nothing here."""
+    """Starts a session of hasten. If that fails, the file ``error`` of the session's directory holds the reason, and
+    the script runs without hasten.
+    """
     directory = os.environ[SESSION]
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, ImportFinder)]
     try:

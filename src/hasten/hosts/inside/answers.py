@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def describe(session: Session) -> dict[str, Any]:
-    """What was found so far: sites, steps, evaluations, and facts about the run."""
+    """What was found so far: sites, steps, evaluations, and facts. Times are in seconds from ``import torch``."""
     models, loop, composition = session.models, session.loop, session.composition
     loaders = session.loaders.training_loaders()
     return {
@@ -74,7 +74,7 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], backwar
     Args:
         arguments: That the script has parsed.
         loaders: Those for training, whose lengths are those of an epoch.
-        backwards: Batches of a step.
+        backwards: Backward passes of a step, one for each batch.
     """
     lengths: list[int] = []
     for loader in loaders:
@@ -92,7 +92,7 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], backwar
 
 
 def _evaluations(session: Session) -> dict[str, Any]:
-    """Seconds of an evaluation and the steps between two; None until one was seen."""
+    """``evaluation_seconds`` after the last evaluated step; ``evaluation_every``: steps between two such, or None."""
     found = [] if session.models.trains_in_eval_mode else session.models.evaluations
     if not found:
         return {"evaluation_seconds": None, "evaluation_every": None}
@@ -110,14 +110,14 @@ def evaluation_seconds(session: Session, first: int = 0) -> list[float]:
 
 
 def memory(session: Session, of_host: bool = False) -> dict[str, Any]:
-    """The peak of the memory of this process, or of the host's that it has taken, also if it trains on a GPU."""
+    """Peak memory of this process in bytes, see ``memory_peak``: on its device or, with ``of_host``, on the host."""
     from hasten.engine.memory import memory_peak  # with packages that the script may not need
 
     return dict(memory_peak(torch.device("cpu") if of_host else session.device()))
 
 
 def hash_weights(session: Session) -> dict[str, Any]:
-    """SHA-256 of the weights."""
+    """``hash``: hexadecimal SHA-256 of the names and bytes of all weights; ``steps``: steps trained so far."""
     digest = hashlib.sha256()
     weights = _weights(session)
     for name in sorted(weights):
@@ -128,7 +128,7 @@ def hash_weights(session: Session) -> dict[str, Any]:
 
 
 def save(session: Session, path: str, gradients: bool = False) -> dict[str, Any]:
-    """Saves the weights, or the gradients of the step that has just ended, to a file."""
+    """Writes name -> CPU tensor of the weights, or the gradients of the last step, to ``path``. Returns {}."""
     tensors = _gradients(session) if gradients else _weights(session)
     torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
     return {}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TrainingBlock:
-    """Begins when it is made, and ends once; may time its phases, and watch what the script's own code costs."""
+    """Measures the steps between its construction and ``end``; on request also phases and the script's own code."""
 
     def __init__(self, session: Session, timed: bool, observes_code: bool):
         steps, models = session.steps, session.models
@@ -32,7 +32,10 @@ class TrainingBlock:
         self.began = steps.last_ended = time.perf_counter()
 
     def end(self) -> dict[str, Any]:
-        """What ``benchmarking.arm.Arm.train`` returns of a block, and ``phases`` or what the code costs."""
+        """``count`` of steps and their ``losses``; ``seconds``, ``issue_seconds``, ``cpu``, ``system``, ``faults`` and
+        ``switches`` as ``Arm.train``, the first two without evaluations, whose seconds are ``untimed`` and, after each
+        step, ``evaluations``. On request ``phases``, seconds by phase, or the result of ``CodeObserver.stop``.
+        """
         session, steps, issued = self.session, self.session.steps, time.perf_counter()
         session.synchronize()
         now, before, after = time.perf_counter(), self.usage, resource.getrusage(resource.RUSAGE_SELF)

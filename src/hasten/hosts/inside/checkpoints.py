@@ -20,7 +20,10 @@ TRAINER_STATE = "trainer_state.json"  # beside the files of a checkpoint of Tran
 
 
 class CheckpointSeam:
-    """Writes the paths of the checkpoints to a file, a JSON list; until ``end_loading`` for what is loaded."""
+    """Writes the paths of the checkpoints that a script resumes from to ``file``, a JSON list.
+
+    Patches ``torch.load``, ``torch.save`` and the ``load_state_dict`` of RESTORED.
+    """
 
     def __init__(self, file: Path):
         self.file, self.found = file, list[str]()

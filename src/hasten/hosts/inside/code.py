@@ -42,7 +42,7 @@ LIBRARIES = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"
 
 
 class CodeObserver:
-    """Watches the thread that made it, from ``__init__`` to ``stop``, but for evaluations, which are no part of a step.
+    """Watches the thread that made it, from ``__init__`` to ``stop``, outside of evaluations; patches torch meanwhile.
 
     ``line`` returns ``file:line`` of the innermost frame of the user, and takes a frame.
     """
@@ -141,9 +141,9 @@ class CodeObserver:
                 self._note(frame)
 
     def _note(self, frame: FrameType) -> None:
-        """Counts a sample of the stack; one of the forward pass, the backward pass or an update only in the total.
+        """Counts a sample of the stack by the innermost function of the user.
 
-        So is one of a wait for the GPU, which computes what was queued before: no code of the script would be saved.
+        One in the forward pass, the backward pass, an update, or a wait for the GPU counts in the total only.
         """
         self.samples += 1
         if self.waits_for_gpu:

@@ -74,9 +74,9 @@ class Composition:
         return thing
 
     def enter_process(self, own_threads: int | None = None) -> None:
-        """Sets what the methods set for the process: threads, allocator, precision.
+        """Enters the process contexts of the methods until the process ends: threads, allocator, precision.
 
-        They must know what they change: the threads inside operations that the script itself will set, if it is known.
+        Sets ``own_threads`` before, if the script is known to set a number: methods must know what they change.
         """
         if own_threads is not None:
             torch.set_num_threads(own_threads)
@@ -99,7 +99,10 @@ class Composition:
         return from_loader(proxy(loader), None, loader.batch_size or 1, self.run.seed, training)
 
     def wrap_call(self, root: nn.Module, call_of_root: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        """The call of a root under the methods, which may also change the root in place. Called once for each root."""
+        """The call of a root under the methods, which may also change the root in place. Called once for each root.
+
+        ConfigurationError if a method replaces the root, edits the plan, or needs to know which of several it acts on.
+        """
         run = self.run
         if run.model is not None and STEP_HOOKS & self.hooks and not self.has_trained:
             raise self._several_models(root)
@@ -110,10 +113,10 @@ class Composition:
         run.model = run.unwrapped_model = root
         run.device = next((parameter.device for parameter in root.parameters()), run.device)
         if self.fold("model", root) is not root:
-            raise ConfigurationError(f"a method replaces the model, which {self.owner} holds; leave it out")
+            raise ConfigurationError(f"a method replaces the model, which {self.owner} holds; omit that method")
         if run.plan != self.plan:
             raise ConfigurationError(
-                f"a method edits the plan of the run, but {self.owner} owns its loop; leave it out"
+                f"a method edits the plan of the run, but {self.owner} owns its loop; leave that method out"
             )
         call = call_of_root()  # which a method may have set to a compiled one
         if not {"forward", "batch_transform"} & self.hooks:
@@ -162,7 +165,7 @@ class Composition:
         """Called before the first update of each optimizer of the script: methods may change the optimizer in place."""
         self.run.optimizer = optimizer
         if self.fold("optimizer", lambda model: optimizer)(self.run.model) is not optimizer:
-            raise ConfigurationError(f"a method replaces the optimizer, which {self.owner} holds; leave it out")
+            raise ConfigurationError(f"a method replaces the optimizer, which {self.owner} holds; omit that method")
 
     def note_no_torch_optimizer(self, why: str) -> None:
         """Before the first update of an optimizer that is not a ``torch.optim.Optimizer``: methods cannot change it."""
@@ -181,7 +184,7 @@ class Composition:
         return bool({"grad_transform", "optimizer_step"} & self.hooks)
 
     def update_with(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
-        """The update of an optimizer under the methods; ``update`` is the optimizer's own step."""
+        """Runs the update of an optimizer under the methods, and returns its result; ``update`` is its own step."""
         if self.run.model is None:  # not called as a whole: there is nothing that the methods were built for
             return update()
         if self.is_later and optimizer not in self.updates:
@@ -202,7 +205,7 @@ class Composition:
         return self.updates[optimizer]()
 
     def _acts_on_gradients(self) -> bool:
-        """Whether the hooks of a step act: no more once a later optimizer trains something else than ``run.model``."""
+        """Whether the hooks of a step act; False for good, after ``refuse``, once an optimizer trains another model."""
         optimizer, self.expected = self.expected, None
         if not self.gave_up and optimizer is not None and not _trains_only(optimizer, self.run.model):
             self.gave_up = True
@@ -213,7 +216,7 @@ class Composition:
         names = ", ".join(type(one).__name__ for one in (self.run.model, other) if one is not None)
         return ConfigurationError(
             f"{self.owner} trains several models, such as {names}, and a method that changes gradients needs to know "
-            "which of them; leave it out"
+            "which of them; leave that method out"
         )
 
     def without_effect(self, has_loader: bool, has_optimizer: bool) -> list[tuple[str, str]]:
@@ -234,7 +237,7 @@ class Composition:
         return known
 
     def observer(self, has_loader: bool, has_optimizer: bool) -> EffectObserver:
-        """Observes the effects of the methods in one step."""
+        """An observer of the effects of the methods in one step; ``run.no_effect`` lists those that cannot have one."""
         self.run.no_effect = self.without_effect(has_loader, has_optimizer)
         return EffectObserver(self.run, self.methods)
 

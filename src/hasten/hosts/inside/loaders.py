@@ -24,7 +24,7 @@ SOURCE = "_hasten_source"  # attribute of a loader that holds its SourceHolder
 
 
 class LoaderSeam:
-    """Notes the loaders of a script, and which of them the training reads.
+    """Notes the loaders of a script, and which of them the training reads. Patches DataLoader in the whole process.
 
     Args:
         sites: Receives each loader with its site.
@@ -51,7 +51,7 @@ class LoaderSeam:
         patch_next_batch(self._timed)
 
     def on_backward(self) -> None:
-        """A loader whose batch was read last before a backward pass is one for training."""
+        """Called after a backward pass: the loader that gave the last batch before it is one for training."""
         record, self.last = self.last, None
         if record is not None:
             record["role"] = TRAINING
@@ -151,7 +151,7 @@ class AttachedBatches:
     """An iterable of ready batches that the script names as the loader of its training.
 
     Attributes:
-        source: Its epochs.
+        source: A BatchSource, each epoch of which iterates over the iterable anew.
         batch_size: Samples of the last batch; None before the first.
     """
 

@@ -15,7 +15,7 @@ Report = Callable[[str, float], None]
 
 
 def watch_tensorboard(module: Any, report: Report) -> None:
-    """``module`` is ``torch.utils.tensorboard.writer`` or ``tensorboardX.writer``."""
+    """Reports written scalars; ``module`` is ``torch.utils.tensorboard.writer`` or ``tensorboardX.writer``."""
 
     def read(writer: Any, summary: Any, *args: Any, **kwargs: Any) -> None:
         for value in summary.value:
@@ -38,7 +38,7 @@ def _tag(directory: str, tag: str) -> str:
 
 
 def watch_dictionary(module: Any, report: Report) -> None:
-    """``module`` is ``wandb.sdk.wandb_run`` or ``trackio.run``, whose runs log a dictionary."""
+    """Reports the numbers of logged dictionaries; ``module`` is ``wandb.sdk.wandb_run`` or ``trackio.run``."""
 
     def read(run: Any, data: Any = None, *args: Any, metrics: Any = None, **kwargs: Any) -> None:
         _report_all(data if data is not None else metrics, report)
@@ -47,7 +47,7 @@ def watch_dictionary(module: Any, report: Report) -> None:
 
 
 def watch_mlflow(module: Any, report: Report) -> None:
-    """``module`` is ``mlflow.tracking.client``, through which all functions of MLflow log."""
+    """Reports metrics; ``module`` is ``mlflow.tracking.client``, through which all functions of MLflow log."""
 
     def read_one(client: Any, run_id: str, key: str, value: Any, *args: Any, **kwargs: Any) -> None:
         _report_all({key: value}, report)

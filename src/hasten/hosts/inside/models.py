@@ -26,12 +26,12 @@ WrapCall = Callable[[nn.Module, Callable[[], Callable[..., Any]]], Callable[...,
 
 
 class ModelSeam:
-    """Finds the roots at their first calls.
+    """Finds the roots at their first calls; replaces the call of ``nn.Module`` until ``stop_searching``.
 
     Args:
         sites: Receives each root with the line that called it first.
         phases: Receives the time of the calls in training.
-        steps: An evaluation has begun with the end of the last step.
+        steps: Counts the steps; an evaluation counts from the end of the last one.
         wrap: Asked once for each root, before its first call.
 
     Attributes:
@@ -78,7 +78,7 @@ class ModelSeam:
         patch_module_call(self.first_call)
 
     def on_backward(self) -> None:
-        """Called after every outermost backward pass."""
+        """Called after each outermost backward pass; one during an evaluation sets ``trains_in_eval_mode``."""
         if self.began is not None:
             self.trains_in_eval_mode, self.began = True, None
 
@@ -92,7 +92,7 @@ class ModelSeam:
                 self.sites.note("models", module, called=False)
 
     def _without_roots(self, module: nn.Module) -> list[nn.Module]:
-        """The module; of a container of attached ones, the parts that hold none."""
+        """The module; of a container of attached ones, those and the parts that hold none."""
         if id(module) in self.attached or not self._contains_attached(module):
             return [module]
         return [part for child in module.children() for part in self._without_roots(child)]
@@ -115,7 +115,7 @@ class ModelSeam:
         return first_call
 
     def adopt(self, root: nn.Module, step: str) -> None:
-        """Takes a root whose framework does not call it, but its method ``step``, for a training step."""
+        """Records a root of which the framework calls ``step`` for a training step, and wraps that method of it."""
         self.stop_searching()
         if id(root) not in self.known:
             self.known[id(root)] = root
@@ -137,7 +137,7 @@ class ModelSeam:
             self._take(module)
 
     def attach(self, module: nn.Module) -> None:
-        """Takes a module that the script names, whatever it is a part of."""
+        """Records a module that the script names by ``hasten.attach`` as a root, even if it is a part of another."""
         self.attached.add(id(module))
         if not any(module is root for root in self.roots):  # known are also those that were called and rejected
             self.known[id(module)] = module

@@ -17,7 +17,7 @@ NO_COMMIT = "0" * 40
 
 
 def keep_wandb_offline(module: Any) -> None:
-    """``module`` is ``wandb.sdk.wandb_init``."""
+    """Replaces an online mode in calls of ``wandb.init`` by "offline"; ``module`` is ``wandb.sdk.wandb_init``."""
 
     @replaces(module, "init")
     def init(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +27,7 @@ def keep_wandb_offline(module: Any) -> None:
 
 
 def keep_mlflow_offline(module: Any) -> None:
-    """``module`` is ``mlflow.tracking._tracking_service.utils``."""
+    """Ignores calls that set a server as tracking URI; ``module`` is ``mlflow.tracking._tracking_service.utils``."""
 
     @replaces(module, "set_tracking_uri")
     def set_tracking_uri(original: Any, uri: Any) -> None:
@@ -36,7 +36,7 @@ def keep_mlflow_offline(module: Any) -> None:
 
 
 def keep_trackio_offline(module: Any) -> None:
-    """``module`` is ``trackio``."""
+    """Removes the addresses of servers from the arguments of ``trackio.init``; ``module`` is ``trackio``."""
 
     @replaces(module, "init")
     def init(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def keep_trackio_offline(module: Any) -> None:
 
 
 def keep_trainer_offline(module: Any) -> None:
-    """``module`` is ``transformers.training_args``."""
+    """Sets ``push_to_hub`` of all TrainingArguments to False; ``module`` is ``transformers.training_args``."""
 
     @replaces(module.TrainingArguments, "__post_init__")
     def post_init(original: Any, arguments: Any) -> None:

@@ -15,10 +15,10 @@ from hasten.hosts.inside.sites import Sites
 
 
 def seed_process(shift: int, sites: Sites) -> None:
-    """Seeds all generators of this process with ``shift``, and adds ``shift`` to every integer seed that is set later.
+    """Seeds torch, random and numpy in this process with ``shift``, and adds ``shift`` to integer seeds set later.
 
-    The sites receive the first call of each function by which the script seeds; its seed is None where the system
-    chooses one, which makes the script irreproducible.
+    ``sites`` receives the first call of each function by which the script seeds; the seed in it is None where the
+    system chooses one, which makes the script irreproducible.
     """
     records, seen = sites.records.setdefault("seeds", []), set[tuple[str, bool]]()
 

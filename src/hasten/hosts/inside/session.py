@@ -53,7 +53,7 @@ def start(directory: str, import_finder: Callable[[dict[str, list[Callable[[Any]
 
 
 class Session:
-    """One session. ``spec`` holds what the parent wants: see ``write_spec`` in ``hosts/process.py``."""
+    """One session: installs the seams, then answers the requests of the parent. ``spec``: see ``write_spec``."""
 
     def __init__(self, directory: Path, spec: dict[str, Any]):
         self.directory, self.spec = directory, spec
@@ -151,10 +151,10 @@ class Session:
                 steps.wrap_update = composition.update_with
 
     def _guarded(self, function: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function; an error of it is hasten's or a method's and must not become one of the script.
+        """A function that catches the errors of ``function``: they are hasten's or a method's, and end the process.
 
-        A training for real that has made steps is not lost to it: it continues with what ``instead`` returns, or
-        None: both leave what the script has made as it is.
+        A training for real that has made steps continues: the error is printed, and the result is that of ``instead``,
+        or None; both leave what the script has made as it is.
         """
 
         def guarded(*args: Any) -> Any:
@@ -169,7 +169,7 @@ class Session:
         return guarded
 
     def _warn_once(self, text: str) -> None:
-        """In a training for real: one line on standard error, once for each text."""
+        """Prints one line on standard error, once for each text; only in a training for real."""
         if text not in self.warned:
             self.warned.add(text)
             print(f"hasten: {' '.join(text.split())}", file=sys.stderr, flush=True)
@@ -215,7 +215,7 @@ class Session:
     # ── at the seams ─────────────────────────────────────────────────────────────────────────────
 
     def _claim(self) -> None:
-        """At the first backward pass of a process: this is the process that trains, unless another one was first."""
+        """At the first backward pass of a process in a trial: connects to the parent, unless another one was first."""
         if self.is_real:
             return
         try:
@@ -248,7 +248,7 @@ class Session:
             self.steps.on_step = None
 
     def _after_new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that is made during the training may be for another model, as in a cross-validation."""
+        """Searches for the root of an optimizer made after the first steps, as in each fold; MAX_SEARCHES times."""
         is_watched = self.composition is not None or not self.is_real
         if not self.steps.active or self.steps.count < ROOT_SEARCH_STEPS or not is_watched:
             return
@@ -260,7 +260,7 @@ class Session:
             self.models.search_again(optimizer)
 
     def _refuse_models(self, error: Exception) -> None:
-        """Where methods that change gradients cannot know of which model they are."""
+        """Ends a trial, or warns, where methods that change gradients cannot know which model the gradients are of."""
         if not self.is_real:
             self._fail(error)
         self._warn_once(f"{_text(error)}; it does not act from here on")
@@ -371,7 +371,7 @@ class Session:
                     torch.cuda.synchronize(device)
 
     def _check_sites(self) -> None:
-        """In a training for real, after its first step: what the recipe was found for must be there.
+        """In a training for real, after its first step: ends the process if a site of the recipe is missing.
 
         A process that comes after one with all sites is another stage of the command, and continues.
         """
@@ -383,11 +383,11 @@ class Session:
         elif checked.exists():
             self._warn_once(f"{missing}; {self.sites.main()} trains with a recipe that was not tuned for it")
         else:
-            remedy = "tune this one, or give a recipe without sites"
+            remedy = "tune this script, or give the recipe without the sites.json beside it"
             self._fail_with(f"the recipe is for another script: {missing}; {remedy}")
 
     def _report_no_effect(self) -> None:
-        """In a training for real, after the step that was observed."""
+        """In a training for real: prints the methods that had no effect in the step that was observed."""
         assert self.observer is not None, "only a training for real has it"
         if self.observer.running:
             self.observer.end()

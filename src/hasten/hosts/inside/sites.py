@@ -19,7 +19,7 @@ HIDDEN = {"torch", "importlib", "contextlib", "functools", "typing", "sitecustom
 
 
 class Sites:
-    """The sites that were seen, by kind ("loaders", "optimizers", ...); each is plain data with its ``site``.
+    """The sites that were seen, by kind ("loaders", "optimizers", ...): dictionaries with ``site``, ``type`` and facts.
 
     Files below ``directory`` are named by their relative path.
     """
@@ -33,7 +33,7 @@ class Sites:
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def note(self, kind: str, thing: Any, **facts: Any) -> dict[str, Any] | None:
-        """Notes an object that the code which is running now has made or calls; None if that is hasten's own code."""
+        """Records an object that the running code has made or calls; returns the record, None for hasten's own code."""
         line, stack = self.line(), None
         if line is None:
             return None
@@ -72,7 +72,7 @@ class Sites:
         return None
 
     def main(self) -> str | None:
-        """The file of the module that runs, also if it was started by its name; None if there is none."""
+        """The path of the file that runs as ``__main__``, from the directory of the sites; None if there is none."""
         file = getattr(sys.modules.get("__main__"), "__file__", None)
         return self.relative(file) if file else None
 
@@ -105,7 +105,10 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def missing_sites(known: dict[str, Any], seen: dict[str, Any]) -> str:
-    """Which loader for training, optimizer or model of an earlier run was not seen in this one; empty if all were."""
+    """A text on an optimizer, model or training loader of an earlier run that is missing in this one; "" if none is.
+
+    Those that were made after the first step are not required.
+    """
     for kind, noun in (("optimizers", "optimizer"), ("models", "model"), ("loaders", "training loader")):
         here = {(entry["site"], entry["type"]) for entry in seen.get(kind, ())}
         for entry in known.get(kind, ()):

@@ -171,7 +171,9 @@ class StepSeam:
         return step
 
     def _know(self, optimizer: Optimizer) -> int:
-        """Begins to count an optimizer's updates; one that comes later than the first does not end steps of its own."""
+        """Begins to count an optimizer's updates, one below the steps so far, and returns that count: an optimizer that
+        comes later than the first does not end steps of its own.
+        """
         self.optimizers.add(optimizer)
         self.has_optimizer = True
         if record := self.sites.of(optimizer):
@@ -197,7 +199,10 @@ class StepSeam:
             self.end_step()
 
     def end_step(self) -> None:
-        """Counts a step as ended. Called by this seam, or by that of a framework whose optimizers are not torch's."""
+        """Counts a step as ended; calls ``on_step``, and ``on_stop`` after the last step that was asked for.
+
+        Called by this seam, or by that of a framework whose optimizers are not torch's.
+        """
         self.count += 1
         self.backwards, self.passes = self.passes, 0
         self.last_ended = time.perf_counter()

@@ -18,7 +18,7 @@ def threads_of(known: dict[str, Any] | None) -> int | None:
 
 
 def watch_threads(sites: Sites, is_set_by_recipe: bool) -> None:
-    """Notes each call of ``torch.set_num_threads``. Where a method sets the number, the script's call does nothing."""
+    """Replaces ``torch.set_num_threads``: records the script's calls, which do nothing if a method sets the number."""
     original: Callable[[int], None] = torch.set_num_threads
 
     def set_num_threads(count: int, /) -> None:

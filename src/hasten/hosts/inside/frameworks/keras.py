@@ -24,7 +24,10 @@ DRAWS = ("normal", "truncated_normal", "uniform")  # random functions of the bac
 
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
-    """``module`` is ``keras.src.backend.torch.trainer``, which is imported before a script can build anything."""
+    """Patches the classes of Keras so that ``loop`` gets steps, metrics and arguments.
+
+    ``module`` is ``keras.src.backend.torch.trainer``, which is imported before a script can build anything.
+    """
     if loop.in_float64:
         _compute_in_float64()
     common, src = "keras.src.backend.common", "keras.src"
@@ -133,7 +136,7 @@ def _report_epoch(loop: FrameworkLoop, original: Any, callbacks: Any, epoch: int
 
 
 def _monitor(callbacks: list[Any], held_out: list[str]) -> tuple[str, str] | None:
-    """The metric that a checkpoint or early-stopping callback of the user monitors, and its direction."""
+    """(metric that a checkpoint or early-stopping callback monitors, "max" or "min"); None if none of ``held_out``."""
     for callback in callbacks:
         is_better = getattr(callback, "monitor_op", None)
         if getattr(callback, "monitor", None) in held_out and is_better is not None:

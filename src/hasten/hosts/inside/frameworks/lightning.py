@@ -17,7 +17,7 @@ BATCH_HOOK = "on_after_batch_transfer"  # of a LightningModule
 
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
-    """``module`` is ``lightning.pytorch.trainer.trainer`` or ``pytorch_lightning.trainer.trainer``."""
+    """Adds a callback for ``loop`` to each Trainer; ``module`` is Lightning's ``trainer.trainer``."""
 
     class LightningCallback(module.Callback):
         """Reports to hasten what Lightning does; changes nothing."""
@@ -57,7 +57,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
 
 
 def _read_in_float64(pl_module: Any) -> None:
-    """Converts all batches, since methods and checks see those of ``training_step`` only."""
+    """Makes Lightning convert all batches to float64, since methods and checks see those of ``training_step`` only."""
     from hasten.utils.batch import map_tensors  # a watched script does not need it
 
     original = getattr(pl_module, BATCH_HOOK)
@@ -70,7 +70,7 @@ def _read_in_float64(pl_module: Any) -> None:
 
 
 def _monitor(trainer: Any, held_out: list[str]) -> tuple[str, str] | None:
-    """The metric that a checkpoint or early-stopping callback of the user monitors, and its direction."""
+    """(metric that a checkpoint or early-stopping callback monitors, "max" or "min"); None if none of ``held_out``."""
     for callback in trainer.callbacks:
         if getattr(callback, "monitor", None) in held_out and getattr(callback, "mode", None) in ("min", "max"):
             return callback.monitor, callback.mode

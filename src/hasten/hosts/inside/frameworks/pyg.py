@@ -24,7 +24,7 @@ _epochs = WeakKeyDictionary[Any, Iterator[int]]()  # of the loaders of each samp
 
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
-    """``module`` is one of ``torch_geometric.loader`` that calls its ``NeighborSampler``."""
+    """Replaces the NeighborSampler of ``module``, a loader's, where neither pyg-lib nor torch-sparse is installed."""
     available = sys.modules["torch_geometric.typing"]
     if available.WITH_PYG_LIB or available.WITH_TORCH_SPARSE:
         return
@@ -35,7 +35,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
 
 
 def _count_epoch(sites: Sites, original: Callable[[Any], Any], loader: Any) -> Any:
-    """``__iter__`` of a loader, where each epoch has other samples, as with pyg-lib, also without ``shuffle``.
+    """``__iter__`` of a loader: sets its epoch, so that each one has other samples, as with pyg-lib.
 
     Epochs that hasten reads for a method are those of the script, and are not counted again.
     """

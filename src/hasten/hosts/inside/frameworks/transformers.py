@@ -16,7 +16,7 @@ NO_METRIC = ("_runtime", "_per_second", "_time", "epoch")  # suffixes of entries
 
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
-    """``module`` is ``transformers.trainer``."""
+    """Adds a callback that reports metrics to ``loop`` to each Trainer; ``module`` is ``transformers.trainer``."""
 
     class TransformersCallback(module.TrainerCallback):
         """Reports to hasten what the Trainer does; changes nothing."""
@@ -42,7 +42,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
 
 
 def watch_arguments(module: Any, loop: FrameworkLoop) -> None:
-    """``module`` is ``transformers.training_args``. Fields have the values that the script gives before post-init."""
+    """Lets ``--vary`` change the fields of TrainingArguments; ``module`` is ``transformers.training_args``."""
 
     @replaces(module.TrainingArguments, "__post_init__")
     def post_init(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ def watch_arguments(module: Any, loop: FrameworkLoop) -> None:
 
 
 def _monitor(args: Any, held_out: list[str]) -> tuple[str, str] | None:
-    """The metric of the best model, and its direction."""
+    """(metric that chooses the best model, "max" or "min"); None if it is not among ``held_out``."""
     name = args.metric_for_best_model
     if name is None or args.greater_is_better is None:
         return None
