@@ -124,13 +124,14 @@ def test_second_open_of_a_remote_file_requests_no_content(web, kind):
 @pytest.mark.parametrize("kind", MAKERS)
 def test_changed_file_is_indexed_again(tmp_path, settled, kind):
     path = written(tmp_path / f"a.{kind}")
-    before, size = everything(opened(path)[0]), path.stat().st_size
+    before, size, entries = everything(opened(path)[0]), path.stat().st_size, cached_files()
     written(path, SIZES[::-1] * 3)
     assert path.stat().st_size == size
     for expected in (True, False):  # the same content is stored again
         source, times = opened(path)
         assert (times > 0) is expected
         assert not same(everything(source), before) and {*map(len, everything(source)[DATA[kind]])} == {*SIZES}
+    assert cached_files() == entries, "the new index replaces the old one"
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -1,6 +1,7 @@
 """Resolving paths, file signatures, and retries of network requests."""
 
 import os
+import shutil
 import time
 
 import pytest
@@ -183,6 +184,19 @@ def test_walk_dangling_link_is_an_unreadable_file(directory):
             open_file(name)
 
 
+def test_walk_directory_removed_meanwhile_is_refused(directory, monkeypatch):
+    stat = os.stat
+
+    def remove_first(path, *args, **kwargs):
+        if str(path).endswith("deep"):
+            shutil.rmtree(path, ignore_errors=True)
+        return stat(path, *args, **kwargs)
+
+    with monkeypatch.context() as patched, pytest.raises(ConfigurationError, match=r"cannot read the directory .*deep"):
+        patched.setattr(os, "stat", remove_first)
+        resolve_paths(directory)
+
+
 def test_resolve_paths_expands_numbers_in_braces(directory):
     for number in range(12):
         (directory / f"s-{number:03}-of-012.tar").touch()
@@ -298,6 +312,22 @@ def test_resolve_paths_of_a_remote_non_directory_is_a_file(unsteady, monkeypatch
     assert resolve_paths("unsteady://data/*.bin") == ["unsteady:///data/one.bin", "unsteady:///data/two.bin"]
 
 
+@pytest.mark.parametrize("pattern", ["shrinking", "shrinking/**"])
+def test_resolve_paths_of_a_remote_directory_deleted_meanwhile(unsteady, monkeypatch, pattern):
+    for name in ("a/1.bin", "gone/2.bin"):
+        unsteady().pipe_file(f"/shrinking/{name}", b"")
+    ls = Unsteady.ls
+
+    def without_gone(system, path, *more, **named):
+        if path.endswith("/gone"):
+            raise FileNotFoundError(path)
+        return ls(system, path, *more, **named)
+
+    monkeypatch.setattr(Unsteady, "ls", without_gone)
+    monkeypatch.setattr(Unsteady, "find", fsspec.AbstractFileSystem.find)
+    assert resolve_paths(f"unsteady://{pattern}") == ["unsteady:///shrinking/a/1.bin"]
+
+
 def test_resolve_paths_of_a_remote_pattern_lists_few_directories(unsteady, monkeypatch):
     for name in ("a/1.bin", "b/2.bin", "b/deep/3.bin"):
         unsteady().pipe_file(f"/many/{name}", b"")
@@ -307,6 +337,9 @@ def test_resolve_paths_of_a_remote_pattern_lists_few_directories(unsteady, monke
     )
     assert resolve_paths("unsteady://many/a/*") == ["unsteady:///many/a/1.bin"]
     assert {path.strip("/") for path in asked} == {"many/a"}
+    asked.clear()
+    assert len(resolve_paths("unsteady://many/**/*.bin")) == len(resolve_paths("unsteady://many")) == 3
+    assert not asked, "one recursive listing instead of one request per directory"
 
 
 def test_remote_requests_are_retried(unsteady):

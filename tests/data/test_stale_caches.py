@@ -86,6 +86,7 @@ class UnserializableFingerprint(Bad):
             "shape": torch.ones(2),
             "path": Path("x"),
             None: {1},
+            (1, 2): {("nested",): 1},
         }
         return super().fingerprint() | kinds
 
@@ -98,6 +99,13 @@ def test_fingerprint_may_contain_any_numbers(kind):
     again = counting(Pipeline(UnserializableFingerprint([])))
     list(again.cache(kind).batch(BATCH))
     assert (again.source.rows_read == 0) == (kind == "disk")
+
+
+def test_identity_ignores_the_order_of_keys_in_a_fingerprint(monkeypatch):
+    source = UnserializableFingerprint([])
+    identity, content = source_identity(source), source.fingerprint()
+    monkeypatch.setattr(source, "fingerprint", lambda: dict(reversed(content.items())))
+    assert source_identity(source) == identity
 
 
 def test_changed_function_or_file_makes_another_cache(tmp_path):

@@ -137,7 +137,8 @@ def test_convert_invalid_request_is_refused(tmp_path, settings, message):
 def test_convert_invalid_directory_is_refused(tmp_path):
     data = write_table(tmp_path / "in")
     (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file" / "inside"):
+    (tmp_path / "file loop").symlink_to("file loop")
+    for out in (tmp_path / "file", tmp_path / "file" / "inside", tmp_path / "file loop"):
         with pytest.raises(ConfigurationError, match=r"cannot write to .*file.*choose another --out"):
             convert(data, out, to="feather")
     for out in (data, data / "out"):

@@ -88,7 +88,7 @@ def convert(
     start = perf_counter()
     (kind, files), *others = formats_at(path)
     _check_request(kind, to, target, fill, {"resize": resize, "shards": shards, "max_bad_rows": max_bad_rows})
-    if Path(path).is_dir() and Path(out).resolve().is_relative_to(Path(path).resolve()):
+    if Path(path).is_dir() and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(path)):
         problem = "where it would be read as a part of the original"
         raise ConfigurationError(f"{out} is inside {path}, {problem}; choose another --out")
     files, skipped_files = select_openable(kind, files, max_bad_rows or 0)

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError, RunError
-from hasten.data.formats.decoding import PIXELS, decode_images, size_of
+from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.webdataset import IMAGE_TYPES
 from hasten.data.io.paths import file_signature
@@ -192,15 +192,24 @@ class RowReader:
             if last in IMAGE_TYPES:
                 location = where if self.kind.name == "images" else f"{where}.{ending}"
                 try:
-                    size = size_of(MIN_SIZE if self.resize is None else self.resize)
-                    (image,) = decode_images([row], [location], iter([content]), size, PIXELS)
-                    if self.resize is not None:
+                    if self.resize is None:
+                        _check_decodable(row, location, content)
+                    else:
+                        (image,) = decode_images([row], [location], iter([content]), size_of(self.resize), PIXELS)
                         ending, content = f"{stem}.jpg".lstrip("."), jpeg(image)
                 except BadRow as bad_row:
                     self._skip(bad_row)
                     return None
             encoded[ending] = content
         return key, encoded
+
+
+def _check_decodable(row: int, where: str, content: bytes) -> None:
+    """Raises BadRow if an image that is stored unchanged cannot be decoded."""
+    try:
+        decode_image(content, PIXELS, MIN_SIZE)
+    except ValueError as error:
+        raise BadRow(row, where, str(error)) from None
 
 
 def signature_or_reason(file: str, faults: BadRowPolicy) -> list:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,18 @@ def source_identity(source: Source) -> str:
     kind = type(source)
     name, code = f"{kind.__module__}.{kind.__qualname__}", None if is_builtin(kind) else fingerprint(kind)
     content = {"source": name, "code": code, "rows": len(source), "of": source.fingerprint()}
-    return json.dumps(content, default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value))
+    return json.dumps(_to_json(content), sort_keys=True)
+
+
+def _to_json(value: Any) -> Any:
+    """Converts to JSON values: arrays and tensors become numbers or lists, keys and unknown types their ``repr``."""
+    if isinstance(value, Mapping):
+        return {repr(name): _to_json(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(part) for part in value]
+    if isinstance(value, (numpy.generic, numpy.ndarray, torch.Tensor)):
+        return _to_json(value.tolist())
+    return value if value is None or type(value) in (bool, int, float, str) else repr(value)
 
 
 # ---- rows of one shape and dtype

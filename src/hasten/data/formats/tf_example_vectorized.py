@@ -31,6 +31,7 @@ Bounds = tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]
 
 MAX_LENGTH_BYTES, MAX_INT64_BYTES = 5, 10  # of a varint
 LONG_PIECE = 256  # bytes; longer pieces (mean length) are copied one by one, shorter ones by one indexing operation
+LARGE_PIECE = 1 << 16  # bytes; the same limit for pieces that all have the same length
 
 
 class MalformedExampleError(ValueError):
@@ -152,7 +153,7 @@ def _read_equal_keys(
     length = 6 + int(head[-1])  # tag, length, tag, length, key, tag, length
     if length > 0x7F or int(at.max()) + length > len(data):
         return None
-    heads = numpy.ndarray((len(data) - length + 1, length), numpy.uint8, data, strides=(1, 1))[at]
+    heads = _windows(data, length)[at]
     expected = heads[0].copy()
     expected[[0, 2, -2]] = FIELD_1, FIELD_1, FIELD_2
     equal = heads == expected
@@ -297,6 +298,8 @@ def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
     lengths = ends - starts
     offsets = _offsets(lengths)
     size, count = int(offsets[-1]), len(starts)
+    if 0 < size < LARGE_PIECE * count and (lengths == lengths[0]).all():
+        return _windows(data, int(lengths[0]))[starts].reshape(-1)
     if size < LONG_PIECE * count:
         positions = numpy.arange(size) + numpy.repeat(starts - offsets[:-1], lengths)
         return data.take(positions, mode="clip")  # "clip" skips a check
@@ -305,6 +308,11 @@ def _concatenate(data: numpy.ndarray, starts: numpy.ndarray, ends: numpy.ndarray
     for (first, last), start, end in zip(pairwise(offsets.tolist()), starts.tolist(), ends.tolist(), strict=True):
         target[first:last] = source[start:end]
     return flat
+
+
+def _windows(data: numpy.ndarray, width: int) -> numpy.ndarray:
+    """Returns a view of shape (positions, width): the bytes from every position on."""
+    return numpy.ndarray((len(data) - width + 1, width), numpy.uint8, data, strides=(1, 1))
 
 
 def _offsets(lengths: Any) -> numpy.ndarray:

@@ -5,11 +5,10 @@ A record is framed as (https://www.tensorflow.org/tutorials/load_data/tfrecord)
     uint64 length    uint32 masked CRC-32C of the length    bytes data[length]    uint32 masked CRC-32C of the data
 
 so the positions of the records are known only after one pass through the file, which builds an index. It reads twelve
-bytes per record. Then any record is read directly.
+bytes per record, and skips over records of equal length many at a time. Then any record is read directly.
 """
 
 import struct
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,8 +30,9 @@ from hasten.data.validation import check_name, check_names
 SUFFIXES = (".tfrecord", ".tfrecords", ".tfrec")
 HEAD, TAIL = 12, 4  # bytes of framing before and after the data
 PROBED_RECORDS = 64  # records that are inspected to learn which features there are
-CHUNK = 1 << 14  # records that are checked at a time
-RECORDS_PER_REPORT = 1 << 10  # after which the index reports its progress
+CHUNK = 1 << 14  # records that are checked, or skipped because they have equal length, at a time
+EQUAL_BEFORE_SKIP = 8  # consecutive records of equal length after which the index tries to skip
+RECORDS_PER_REPORT = 1 << 10  # records of unequal length after which the index reports its progress
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\x78\x9c": "zlib", b"\x78\x01": "zlib", b"\x78\xda": "zlib"}
 
 
@@ -224,18 +224,39 @@ def _describe_damage(content: memoryview, record: int, position: int) -> str:
 
 def _find_records(content: memoryview, tell: ReportBytes) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Returns (starts, lengths) of the data of the records; the last record may extend beyond the end of the file."""
-    length_at, size = struct.Struct("<Q").unpack_from, len(content)
-    positions, at = array("q"), 0  # of the framing of each record
+    length_at = struct.Struct("<Q").unpack_from
+    data, size = numpy.frombuffer(content, numpy.uint8), len(content)
+    positions: list[numpy.ndarray] = []  # of the framing of each record
+    at, count = 0, EQUAL_BEFORE_SKIP
     while at < size:
-        positions.append(at)
-        if at + HEAD > size:  # the last framing is incomplete
+        single = []
+        for _ in range(count):
+            if at + HEAD > size:
+                break
+            single.append(at)
+            (length,) = length_at(content, at)
+            at += length + HEAD + TAIL
+        positions.append(numpy.array(single, numpy.int64))
+        last, count = positions[-1][-EQUAL_BEFORE_SKIP:], RECORDS_PER_REPORT
+        if len(last) == EQUAL_BEFORE_SKIP and at <= size and (numpy.diff(last) == (stride := at - single[-1])).all():
+            positions.append(at + stride * numpy.arange(_count_equal(data, single[-1], stride) - 1))
+            at, count = at + stride * len(positions[-1]), EQUAL_BEFORE_SKIP
+        if size - HEAD < at < size:  # the last framing is incomplete
+            positions.append(numpy.array([at]))
             at = 2 * size
-            break
-        at += length_at(content, at)[0] + HEAD + TAIL
-        if len(positions) % RECORDS_PER_REPORT == 0:
-            tell(min(at, size))
-    edges = numpy.array([*positions, min(at, 2 * size)], numpy.int64)
+        tell(min(at, size))
+    edges = numpy.concatenate([*positions, [min(at, 2 * size)]])
     return edges[:-1] + HEAD, numpy.diff(edges) - HEAD - TAIL
+
+
+def _count_equal(data: numpy.ndarray, at: int, stride: int) -> int:
+    """Counts consecutive complete records of ``stride`` bytes from ``at`` on, at most ``CHUNK``."""
+    count = min((len(data) - at) // stride, CHUNK)
+    if count < 2:
+        return 1
+    lengths = numpy.lib.stride_tricks.as_strided(data[at:], (count, 8), (stride, 1), writeable=False)
+    equal = (lengths == lengths[0]).all(axis=1)
+    return count if equal.all() else int(equal.argmin())
 
 
 def _first_wrong_length(content: memoryview, starts: numpy.ndarray) -> int | None:

@@ -28,13 +28,15 @@ class FileList:
     root: str  # the common beginning of all paths; may be empty
     directories: list[str]  # relative to the root, sorted
     parents: numpy.ndarray  # index of each file's directory, int32, shape (files,)
-    names: numpy.ndarray  # file names, UTF-8, of NumPy's dtype for bytes, shape (files,)
+    letters: numpy.ndarray  # all file names, one after the other, UTF-8, uint8
+    ends: numpy.ndarray  # the end of each name in ``letters``, int64, shape (files,)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.ends)
 
     def name(self, index: int) -> str:
-        return os.fsdecode(bytes(self.names[index]))
+        begin = self.ends[index - 1] if index else 0
+        return os.fsdecode(self.letters[begin : self.ends[index]].tobytes())
 
     def relative_path(self, index: int) -> str:
         """The path of a file, relative to the root."""
@@ -58,7 +60,8 @@ def list_directory(directory: str | Path, suffixes: tuple[str, ...]) -> FileList
             files[path], times[path] = [name for name in names if name.lower().endswith(suffixes)], modified_ns
         listed = _build(root, files)
         if len(listed) >= MIN_FILES and max(times.values()) < start_ns - TIMESTAMP_GRANULARITY_NS:
-            store(key, {"directories": listed.directories, "times": times}, [listed.parents, listed.names])
+            arrays = [listed.parents, listed.letters, listed.ends]
+            store(key, {"directories": listed.directories, "times": times}, arrays)
     if not len(listed):
         raise ConfigurationError(f"the directory {directory} holds no file that ends in {' or '.join(suffixes)}")
     return listed
@@ -78,7 +81,8 @@ def _build(root: str, files: dict[str, list[str]]) -> FileList:
     names = [os.fsencode(name) for directory in directories for name in sorted(files[directory])]
     counts = [len(files[directory]) for directory in directories]
     parents = numpy.repeat(numpy.arange(len(directories), dtype=numpy.int32), counts)
-    return FileList(root, directories, parents, numpy.array(names, numpy.bytes_))
+    letters = numpy.frombuffer(b"".join(names), numpy.uint8)
+    return FileList(root, directories, parents, letters, numpy.cumsum([*map(len, names)], dtype=numpy.int64))
 
 
 def _load(key: list, root: str) -> FileList | None:

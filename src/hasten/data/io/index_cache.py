@@ -124,14 +124,27 @@ def _signature(path: str) -> list:
 
 
 def _load(key: list, signatures: list[list]) -> CacheEntry | None:
-    return load([*key, signatures]) if _is_cacheable(signatures) else None
+    entry = load(_entry_key(key, signatures)) if _is_cacheable(signatures) else None
+    if entry is None or entry[0]["files"] != _versions(signatures):
+        return None
+    return entry[0]["found"], entry[1]
 
 
 def _store(key: list, signatures: list[list], entry: CacheEntry, start_ns: int) -> None:
     """Caches an entry, unless a local file can have changed since ``start_ns`` without a new modification time."""
     times = (max(version) for _, _, version in signatures if isinstance(version, list))  # a server's clock may differ
     if _is_cacheable(signatures) and max(times, default=0) < start_ns - TIMESTAMP_GRANULARITY_NS:
-        store([*key, signatures], *entry)
+        store(_entry_key(key, signatures), {"files": _versions(signatures), "found": entry[0]}, entry[1])
+
+
+def _entry_key(key: list, signatures: list[list]) -> list:
+    """Returns the key of an entry, without the versions of the files: a changed file replaces its index."""
+    return [*key, [path for path, _, _ in signatures]]
+
+
+def _versions(signatures: list[list]) -> list[list]:
+    """Returns the signatures without the paths: remote addresses may contain passwords."""
+    return [signature[1:] for signature in signatures]
 
 
 def _is_cacheable(signatures: list[list]) -> bool:

@@ -16,7 +16,7 @@ from uuid import uuid4
 import numpy
 from platformdirs import user_cache_path
 
-FORMAT = 4  # version of the file format, and of the code that computes the content
+FORMAT = 5  # version of the file format, and of the code that computes the content
 TIMESTAMP_GRANULARITY_NS = 2_000_000_000  # a file changed within this time may change again with an equal timestamp
 
 CacheEntry = tuple[Any, list[numpy.ndarray]]  # (JSON-serializable data, arrays)

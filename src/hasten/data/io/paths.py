@@ -210,19 +210,26 @@ def walk(root: str) -> Iterator[tuple[str, int, list[str]]]:
     directory cannot be read. ``os.walk(followlinks=True)`` would follow circular links until the path is too long.
     """
     visited: set[tuple[int, int]] = set()  # (device, inode), the same for all paths to a directory
-    tops = [root or "."]
-    while tops:  # links last and sorted: a directory inside the root is visited under its own name
-        for path, directories, files in os.walk(tops.pop(tops.index(min(tops))), onerror=_refuse):
-            info = os.stat(path)
+    waiting, links = [""], []
+    while waiting or links:  # links last and sorted: a directory inside the root is visited under its own name
+        directory = waiting.pop() if waiting else links.pop(links.index(min(links)))
+        path, files = os.path.join(root, directory) if directory else root, []
+        try:
+            info = os.stat(path or ".")  # before the listing: a file that is added meanwhile changes the time
             if (info.st_dev, info.st_ino) in visited:
-                directories.clear()
                 continue
             visited.add((info.st_dev, info.st_ino))
-            directories[:] = [name for name in directories if not name.startswith(".")]
-            tops += [link for name in directories if os.path.islink(link := os.path.join(path, name))]
-            relative = os.path.relpath(path, root or ".")
-            visible = [name for name in files if not name.startswith(".")]
-            yield "" if relative == "." else relative, info.st_mtime_ns, visible
+            for entry in _entries(path):
+                if entry.name.startswith("."):
+                    continue
+                if _is_directory(entry):
+                    queue = links if entry.is_symlink() else waiting
+                    queue.append(f"{directory}/{entry.name}" if directory else entry.name)
+                else:
+                    files.append(entry.name)
+        except OSError as error:
+            _refuse(error)
+        yield directory, info.st_mtime_ns, files
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

@@ -47,15 +47,16 @@ def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
     """
     system, name = _system(pattern)
     is_web = _is_web(pattern)
-    ls = cache(partial(_links, system) if is_web else partial(system.ls, detail=True))
+    ls = partial(_links, system) if is_web else partial(system.ls, detail=True)
+    find = partial(_find_links, system) if is_web else system.find
 
     def expand() -> list[str]:
         if magic := re.search(r"[*[]" if is_web else r"[*?[]", name):  # in an address, a question mark begins the query
             begin = name.rfind("/", 0, magic.start()) + 1
             directory = name[:begin] if is_web else name[:begin].rstrip("/")
-            return [*_glob(ls, directory, name[begin:].split("/"), suffixes)]
+            return [*_glob(ls, find, directory, name[begin:].split("/"), suffixes)]
         if _is_page(system, name, suffixes) if is_web else system.info(name)["type"] == "directory":
-            return [*_glob(ls, name, [], suffixes)]
+            return [*_glob(ls, find, name, [], suffixes)]
         if is_web:
             system.info(name)  # raises if there is no such file
         return [name]
@@ -205,23 +206,38 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     return lambda name: match(name) is not None and (pattern.startswith(".") or not name.startswith("."))
 
 
-def _glob(ls: Callable, directory: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Yields the files in ``directory`` that match ``pattern`` (split at its slashes), as for local patterns, some
-    repeatedly. Directories are listed level by level, and none that the pattern excludes.
+def _glob(ls: Callable, find: Callable, directory: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Yields the files in ``directory`` that match ``pattern`` (split at its slashes), as for local patterns.
+
+    Directories are listed level by level, so that no directory that the pattern excludes is requested; from ``**`` on,
+    and in a directory that matches, all are.
     """
-    deeper = pattern[1:]
-    if pattern[:1] == ["**"] and deeper:
-        yield from _glob(ls, directory, deeper, suffixes)
-        deeper = pattern
-    is_match = matcher(pattern[0] if pattern else "*")
+    if not pattern or pattern[0] == "**":
+        files = ((path, path.removeprefix(directory).lstrip("/").split("/")) for path in find(directory))
+        yield from (path for path, parts in files if _matches(parts, pattern, suffixes))
+        return
+    is_match = matcher(pattern[0])
     for entry in ls(directory):
         path = entry["name"].rstrip("/")
         if path == directory.rstrip("/") or not is_match(path.rpartition("/")[2]):
             continue
         if entry["type"] == "directory":
-            yield from _glob(ls, path, deeper, suffixes)
-        elif len(pattern) == 1 or (not pattern and path.lower().endswith(suffixes or "")):
-            yield path  # a file, or a link, whose type differs between file systems
+            yield from _glob(ls, find, path, pattern[1:], suffixes)
+        elif len(pattern) == 1:  # a file, or a link, whose type differs between file systems
+            yield path
+
+
+def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
+    """Whether a pattern selects a file: itself, or by a directory above it if its name ends in one of ``suffixes``."""
+    if not pattern:
+        is_hidden = any(part.startswith(".") for part in parts)
+        return not is_hidden and (not suffixes or parts[-1].lower().endswith(suffixes))
+    if pattern[0] == "**" and len(pattern) > 1:
+        deeper = len(parts) > 1 and not parts[0].startswith(".") and _matches(parts[1:], pattern, suffixes)
+        return deeper or _matches(parts, pattern[1:], suffixes)
+    if not matcher(pattern[0])(parts[0]):
+        return False
+    return len(pattern) == 1 if len(parts) == 1 else _matches(parts[1:], pattern[1:], suffixes)
 
 
 def _is_page(system: Any, name: str, suffixes: tuple[str, ...]) -> bool:
@@ -229,6 +245,16 @@ def _is_page(system: Any, name: str, suffixes: tuple[str, ...]) -> bool:
     before_query = name.partition("?")[0]
     has_suffix = suffixes and any(text.lower().endswith(suffixes) for text in (name, before_query))
     return not has_suffix and bool(_links(system, name))
+
+
+def _find_links(system: Any, directory: str) -> Iterator[str]:
+    """Yields the files that an HTTP page of links, and the pages below it, link to."""
+    for entry in _links(system, directory):
+        path = entry["name"].rstrip("/")
+        if entry["type"] != "directory":
+            yield path
+        elif path != directory.rstrip("/"):
+            yield from _find_links(system, path)
 
 
 def _links(system: Any, page: str) -> list[dict]:
