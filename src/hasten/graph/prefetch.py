@@ -9,7 +9,10 @@ from numba.extending import intrinsic
 
 
 def _prefetch(typing_context, array, position):
-    """Starts to load ``array[position]`` of a one-dimensional array into the cache."""
+    """Numba intrinsic that starts to load ``array[position]`` of a one-dimensional array into the cache.
+
+    Returns its type signature and the function that emits its LLVM code.
+    """
 
     def emit(context, builder, signature, arguments):
         struct = context.make_array(signature.args[0])(context, builder, arguments[0])
