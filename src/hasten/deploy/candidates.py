@@ -121,9 +121,8 @@ def quantize_model(model: Path, out: Path, candidate: QuantizationCandidate, bat
 
 
 def quantize_weights(model: Path, out: Path, in_float: Sequence[str] = ()) -> None:
-    """Writes ``model`` to ``out`` with int8 weights, one scale per output channel, that become float32 at loading.
-
-    Weights of the nodes named in ``in_float`` stay float. RunError if there is no other weight to quantize.
+    """Writes ``model`` to ``out`` with int8 weights, one scale per output channel, that become float32 at loading;
+    those of the nodes named in ``in_float`` stay float. RunError if there is no other weight to quantize.
     """
     onnx = require("onnx")
     helper, numpy_helper = onnx.helper, onnx.numpy_helper

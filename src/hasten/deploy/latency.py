@@ -46,8 +46,7 @@ def compare_latency(reference: Call, calls: Mapping[str, Call], seconds: float) 
         seconds: Time for all of it, approximately; at least 12 blocks of each are timed.
 
     Returns:
-        For each name, and for the reference as "": (ratio of the seconds of the reference to those of the call, median
-        seconds of a call).
+        For each name ("": the reference): (seconds of the reference / seconds of the call, median seconds of the call).
     """
     arms = {"": reference, **calls}
     counts = {name: _calls_per_block(call) for name, call in arms.items()}
@@ -62,10 +61,7 @@ def compare_latency(reference: Call, calls: Mapping[str, Call], seconds: float) 
 
 
 def peak_memory(model: Path, inputs: Mapping[str, torch.Tensor]) -> int:
-    """Peak memory in bytes of loading an ONNX model and calling it once with zeros of the shapes of ``inputs``.
-
-    A new process with one thread does that; what its imports take is not counted. RunError if it fails.
-    """
+    """Bytes that loading an ONNX model and one call add to the peak of a new process; RunError if that fails."""
     shapes = {name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in inputs.items()}
     command = [sys.executable, "-c", _PEAK, str(model), json.dumps(shapes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

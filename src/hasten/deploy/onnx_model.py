@@ -19,10 +19,7 @@ MODEL = "model.onnx"
 
 
 def require(module: str, extra: str = "deploy") -> Any:
-    """Imports and returns a module that ``pip install 'hasten[EXTRA]'`` installs.
-
-    ConfigurationError if it is not installed; RunError if it is installed and its import fails.
-    """
+    """Imports ``module``, of ``hasten[EXTRA]``; ConfigurationError if it is missing, RunError if its import fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -88,10 +85,7 @@ def publish(files: Sequence[Path], directory: Path) -> None:
 
 @contextlib.contextmanager
 def quiet(*loggers: str) -> Iterator[None]:
-    """Context manager: hides standard output, warnings, and messages of ``loggers`` below ERROR.
-
-    It is for exporter and quantizer, whose messages no user can act on.
-    """
+    """Context manager: hides standard output, warnings and what ``loggers`` log below ERROR; no user can act on it."""
     levels = {name: logging.getLogger(name).level for name in loggers}
     for name in loggers:
         logging.getLogger(name).setLevel(logging.ERROR)

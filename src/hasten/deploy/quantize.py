@@ -173,10 +173,7 @@ class _Search:
         self.subset_value = 0.0  # metric of the float model over SUBSET_BATCHES
 
     def prepare(self, directory: Path) -> None:
-        """Exports the float model into ``directory``, checks it, takes its metric and reads the calibration batches.
-
-        Warns if a single validation sample is worth more than ``max_loss``.
-        """
+        """Exports the float model into ``directory``, checks it, takes its metric and reads the calibration batches."""
         self.directory = directory
         self.on_progress("exporting the model", 0.0, self.budget)
         exported, self.prepared = directory / "float.onnx", directory / "prepared.onnx"
@@ -209,10 +206,9 @@ class _Search:
         return share * self.budget - (time.monotonic() - self.began)
 
     def try_candidates(self) -> None:
-        """Makes and evaluates every candidate for which there is time, at least until one could be made.
+        """Evaluates every candidate for which there is time; adds it to ``trials``, or with the reason to ``failed``.
 
-        Adds to ``trials``, and to ``failed`` those that could not be made or not in time. ConfigurationError if no
-        candidate can be made.
+        ConfigurationError if no candidate can be made.
         """
         candidates = TARGETS[self.target]
         for index, candidate in enumerate(candidates):
@@ -242,10 +238,7 @@ class _Search:
         return QuantizationTrial(candidate, model, value, self._loss(value), model.bytes)
 
     def _loss(self, value: float, reference: float | None = None) -> float:
-        """How much worse a metric is than ``reference``, by default the float model's, as a fraction of that.
-
-        Negative if it is better, infinite if it is not finite; the difference itself if ``reference`` is 0.
-        """
+        """How much worse ``value`` is than ``reference`` (the float model's), as a fraction; infinite if not finite."""
         reference = self.value if reference is None else reference
         if not math.isfinite(value):
             return math.inf
@@ -283,9 +276,7 @@ class _Search:
                 return
 
     def _subset_loss(self, candidate: QuantizationCandidate, what: str) -> float | None:
-        """The loss of a candidate over SUBSET_BATCHES validation batches; infinite if it cannot be made, None once the
-        budget for such trials is spent. ``what`` is for the progress.
-        """
+        """The loss over SUBSET_BATCHES batches, infinite if it cannot be made; None once SEARCH_SHARE is spent."""
         if self._left(SEARCH_SHARE) <= 0.0:
             return None
         self.on_progress(what, 0.5, self._left())
@@ -302,9 +293,7 @@ class _Search:
         return [trial for trial in self.trials if trial.loss <= self.max_loss]
 
     def compare(self) -> None:
-        """Times the trials that pass, the float model and eager PyTorch in turns, at the batch sizes LATENCY_BATCHES,
-        with one thread; sets ``speedup`` and ``seconds`` of the trials.
-        """
+        """Sets ``speedup`` and ``seconds`` of the trials that pass, in turns with the float model and eager PyTorch."""
         passed = self.passed
         threads = torch.get_num_threads()
         torch.set_num_threads(THREADS)

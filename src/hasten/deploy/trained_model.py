@@ -188,10 +188,7 @@ def _load_weights(module: nn.Module, path: Path, task: str) -> None:
 
 
 def _named_inputs(batch: Batch) -> dict[str, Any]:
-    """Input name -> value of a batch, without the target. The items of a tuple but its last are named "0", "1", ...
-
-    RunError if the batch is neither a tuple, a list, a dataclass nor a mapping.
-    """
+    """Input name -> value, without the target; items of a tuple are named "0", "1", ... RunError for other batches."""
     if isinstance(batch, (tuple, list)):
         return {str(index): value for index, value in enumerate(batch[:-1])}
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -202,9 +199,7 @@ def _named_inputs(batch: Batch) -> dict[str, Any]:
 
 
 def _input_names(module: nn.Module, batch: Batch, task: Task) -> tuple[list[str], bool]:
-    """(names of the inputs, whether the model takes them by name); RunError if the model takes the target, too, from a
-    batch that is a tuple.
-    """
+    """(input names, whether the model takes them by name); RunError if it also takes the target from a tuple batch."""
     inputs = _named_inputs(batch)
     if not isinstance(batch, (tuple, list)):
         return list(inputs), True

@@ -62,9 +62,7 @@ def write_patch(
 
 
 def line_of_model(directory: str | Path, file: str, line: int) -> int:
-    """The line of a file that makes the model which line ``line`` calls; 0 if that is not clear or the file cannot be
-    edited.
-    """
+    """The line of a file that makes the model which line ``line`` calls; 0 if unclear or the file cannot be edited."""
     source = SourceFile.read(Path(directory), file)
     return 0 if isinstance(source, str) else source.line_of_assignment(line)
 

@@ -89,7 +89,7 @@ class MemoryMappedFeatures(FeatureSource):
             dtype = torch.from_numpy(numpy.empty(0, array.dtype)).dtype
         except (TypeError, ValueError):  # of an unknown type, or one whose bytes are in another order
             unknown = f"{path} has elements of type {array.dtype}, which PyTorch does not know"
-            raise ConfigurationError(f"{unknown}; convert the array, as with astype('float32')") from None
+            raise ConfigurationError(f"{unknown}; save it in another dtype, such as float32") from None
         super().__init__(self._array.shape, dtype, num_nodes)
 
     def rows(self, node_ids: Tensor) -> Tensor:

@@ -9,10 +9,7 @@ from numba.extending import intrinsic
 
 
 def _prefetch(typing_context, array, position):
-    """Numba intrinsic that starts to load ``array[position]`` of a one-dimensional array into the cache.
-
-    Returns its type signature and the function that emits its LLVM code.
-    """
+    """Numba intrinsic (signature, emitter) that starts to load ``array[position]`` of a 1-d array into the cache."""
 
     def emit(context, builder, signature, arguments):
         struct = context.make_array(signature.args[0])(context, builder, arguments[0])

@@ -50,10 +50,7 @@ class FlushDenormals(Method):
 
 
 def _describe() -> str:
-    """The effect as text, from denormal numbers computed in the intra-op threads and in a backward pass.
-
-    NoEffectError if one does not become zero.
-    """
+    """The effect as text: computes with denormals, also in a backward pass; NoEffectError if one stays nonzero."""
     threads = torch.get_num_threads()
     planted = smallest_denormals(threads * VALUES_PER_THREAD)
     weight = torch.ones(1, requires_grad=True)

@@ -99,9 +99,7 @@ class Batcher:
         self.thread.start()
 
     def submit(self, key: Any, inputs: Arrays) -> None:
-        """Queues a request; ``done`` is called with its key. QueueFullError if too many samples wait, or after
-        ``close``.
-        """
+        """Queues a request; ``done`` gets its key. QueueFullError if too many samples wait, or after ``close``."""
         request = _Request(time.monotonic(), key, inputs)
         with self.changed:
             if self.is_closed:

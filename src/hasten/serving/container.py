@@ -23,8 +23,7 @@ def write_container(model: str | Path, out: str | Path) -> list[str]:
         out: Directory of the files. Other files in it stay; an older ``model`` in it is replaced.
 
     Raises:
-        ConfigurationError: There is no such model, ``Dockerfile`` or ``kubernetes.yaml`` exists already, or ``out``
-            cannot be written.
+        ConfigurationError: There is no such model, one of ``FILES`` exists already, or ``out`` cannot be written.
     """
     source, directory = Path(model), Path(out)
     signature = read_signature(source)

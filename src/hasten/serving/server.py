@@ -130,8 +130,7 @@ def make_page(holder: ModelHolder, needs_token: bool) -> str:
 
 
 def _directory_of(path: Path, report: Callable[[str], None]) -> Path:
-    """The directory of the model, from it or its ``model.onnx``; exports a run that has newer weights or no export yet.
-
+    """The directory of the model, from it or its ``model.onnx``; exports a run that has newer weights or no export yet;
     ConfigurationError if the path is another file, or the export fails.
     """
     if path.is_file():

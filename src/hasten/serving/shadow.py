@@ -70,10 +70,7 @@ class Shadow:
 
 
 def agreements(scores: numpy.ndarray, others: numpy.ndarray) -> int:
-    """Number of samples on which two models agree: the same largest score; for one score a difference of at most 1 %.
-
-    0 if the scores differ in shape.
-    """
+    """Number of samples on which two models agree: the same largest score, or a single score within 1 %."""
     if scores.shape != others.shape:
         return 0
     if scores.ndim > 1 and scores.shape[-1] > 1:

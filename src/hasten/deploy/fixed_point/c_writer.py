@@ -53,10 +53,7 @@ def write_c(model: IntegerModel, directory: Path, task: str, classes: tuple[str,
 
 
 def _buffers(model: IntegerModel) -> tuple[dict[str, str], list[int]]:
-    """(activation -> C name of its memory, bytes of each ``buffer_N``); a buffer is used again after its last reader.
-
-    Views have no entry of their own.
-    """
+    """(activation that is no view -> C name of its memory, bytes of each buffer, reused after its last reader)."""
     last_use = {model.storage(name): index for index, layer in enumerate(model.layers) for name in layer.inputs}
     slots, sizes = {model.input.name: "input", model.output.name: "output"}, list[int]()
     free: list[int] = []

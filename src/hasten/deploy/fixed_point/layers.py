@@ -36,10 +36,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Requantization:
-    """How int32 sums become int8: ``(sum * multiplier) >> shift``, rounded, plus zero point, clamped to [low, high].
-
-    There is one multiplier and shift for all output channels, or one for each.
-    """
+    """Int32 sums to int8: ``sum * multiplier >> shift``, one pair or one per output channel, clamped to [low, high]."""
 
     multipliers: tuple[int, ...]
     shifts: tuple[int, ...]
@@ -71,9 +68,7 @@ class Linear(Layer):
 
 @dataclass(frozen=True)
 class Convolution(Linear):
-    """A 2-d convolution. ``weight``: int8 (outputs, inputs / groups, kernel height, kernel width); ``strides``:
-    vertical, horizontal; ``pads``: top, left, bottom, right.
-    """
+    """``weight``: int8 (outputs, inputs / groups, y, x); ``strides``: y, x; ``pads``: top, left, bottom, right."""
 
     strides: tuple[int, int]
     pads: tuple[int, int, int, int]
@@ -82,10 +77,7 @@ class Convolution(Linear):
 
 @dataclass(frozen=True)
 class Pooling(Layer):
-    """Maximum or mean of each window; input and output have the same scale and zero point. A mean has no padding.
-
-    ``kernel``: height, width; ``strides``: vertical, horizontal; ``pads``: top, left, bottom, right.
-    """
+    """Maximum or mean of windows of ``kernel`` (y, x); the integers keep their scale. A mean has no padding."""
 
     is_mean: bool
     kernel: tuple[int, int]
@@ -95,10 +87,7 @@ class Pooling(Layer):
 
 @dataclass(frozen=True)
 class Addition(Layer):
-    """Sum of two activations of one shape, each brought to the scale of the output by its multiplier / 2 ** shift.
-
-    The output is clamped to the integers [low, high].
-    """
+    """Sum of two activations of one shape, each scaled by its multiplier / 2 ** shift; clamped to [low, high]."""
 
     multipliers: tuple[int, int]
     shift: int
@@ -173,10 +162,7 @@ def quantize_bias(bias: numpy.ndarray, scales: numpy.ndarray, weight: numpy.ndar
 
 
 def fixed_point(ratio: float) -> tuple[int, int]:
-    """(multiplier of at most 31 bits, shift from 1 to 62) with ``ratio`` = multiplier / 2 ** shift, about.
-
-    ConfigurationError if the ratio is not positive, or 2**30 or larger.
-    """
+    """(31-bit multiplier, shift), ``ratio`` = multiplier / 2 ** shift; ConfigurationError unless 0 < ratio < 2**30."""
     mantissa, exponent = math.frexp(ratio)  # ratio = mantissa * 2 ** exponent, mantissa in [0.5, 1)
     multiplier, shift = round(mantissa * 2**31), 31 - exponent
     if multiplier == 2**31:

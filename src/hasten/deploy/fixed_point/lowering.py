@@ -38,11 +38,10 @@ def measure_ranges(model: Path, batches: Iterable[Mapping[str, numpy.ndarray]], 
     Args:
         model: The float ONNX model.
         batches: Inputs by name.
-        fraction: Of the values of an activation, how many its range covers in each batch, the same number cut off at
-            both ends; the result spans the ranges of all batches.
+        fraction: Of the values that a range covers in each batch, between symmetric quantiles.
 
     Returns:
-        Name of a float32 input or activation -> (lowest, highest value).
+        Name of a float32 input or activation -> (lowest, highest value) over all batches.
     """
     onnx, runtime = require("onnx"), require("onnxruntime")
     proto = onnx.load(model)

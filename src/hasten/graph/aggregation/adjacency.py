@@ -90,10 +90,7 @@ class Adjacency:
 
     @cached_property
     def edges_before_source(self) -> numpy.ndarray:
-        """Number of edges that leave the sources before each source, int64, of shape (num_sources + 1,).
-
-        It is the work of a backward pass on the CPU.
-        """
+        """Number of edges that start in the sources before each source, int64, of shape (num_sources + 1,)."""
         counts = torch.bincount(self.indices, minlength=self.num_sources)
         return numpy.concatenate([[0], counts.cumsum(0).numpy()])
 
@@ -108,9 +105,8 @@ class Entry:
 
 
 class AdjacencyCache:
-    """Maps the tensors of a graph to its ``Adjacency``, as long as they live; holds the ``CACHE_ENTRIES`` last used.
-
-    A copy or pickle of it is empty.
+    """Maps the tensors of a graph to its ``Adjacency``, as long as they live; holds the ``CACHE_ENTRIES`` last used;
+    a copy or pickle of it is empty.
     """
 
     def __init__(self) -> None:

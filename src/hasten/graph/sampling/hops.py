@@ -42,10 +42,8 @@ class EdgeMatrix:
 
 @dataclass(frozen=True)
 class DrawOptions:
-    """How edges are drawn.
-
-    ``replace``: with replacement. ``latest``: the latest edges, not random ones, if edges have times. ``threads``: the
-    largest number of threads that draw.
+    """How edges are drawn: ``replace``: with replacement; ``latest``: the latest, not random ones, if edges have times;
+    ``threads``: the largest number of threads that draw.
     """
 
     replace: bool = False
