@@ -70,7 +70,7 @@ INTEGER_CANDIDATES = tuple(QuantizationCandidate("integer", s, way) for s in BOT
 
 
 def prepare(model: Path, out: Path) -> None:
-    """Writes the model in the form that is quantized: optimized, with inferred shapes."""
+    """Writes ``model`` to ``out`` in the form that is quantized: optimized by ONNX Runtime, with inferred shapes."""
     module = require("onnxruntime.quantization.shape_inference")
     with quiet("", "onnxruntime"):
         module.quant_pre_process(str(model), str(out), skip_symbolic_shape=True)
@@ -78,7 +78,7 @@ def prepare(model: Path, out: Path) -> None:
 
 
 def quantizable_nodes(model: Path) -> list[str]:
-    """Names of the nodes with weights that can be quantized, in the order of the model."""
+    """Names of the Conv, Gemm and MatMul nodes whose second input is a weight, in the order of the model."""
     graph = require("onnx").load(model).graph
     weights = {tensor.name for tensor in graph.initializer}
     return [node.name for node in graph.node if node.op_type in QUANTIZED_OPS and weights & set(node.input[1:2])]
@@ -94,7 +94,7 @@ def quantize_model(model: Path, out: Path, candidate: QuantizationCandidate, bat
         batches: Calibration batches, for the kind "static".
 
     Raises:
-        RunError: ONNX Runtime cannot quantize the model in this way; the message has its reason.
+        RunError: ONNX Runtime cannot quantize the model so, or for the kind "weights" there is none to quantize.
     """
     if candidate.kind == "weights":
         return quantize_weights(model, out, candidate.in_float)
@@ -121,7 +121,9 @@ def quantize_model(model: Path, out: Path, candidate: QuantizationCandidate, bat
 
 
 def quantize_weights(model: Path, out: Path, in_float: Sequence[str] = ()) -> None:
-    """Writes the model with int8 weights, one scale an output channel, that are converted to float at loading."""
+    """Writes ``model`` to ``out`` with int8 weights, one scale per output channel, that become float32 at loading;
+    those of the nodes named in ``in_float`` stay float. RunError if there is no other weight to quantize.
+    """
     onnx = require("onnx")
     helper, numpy_helper = onnx.helper, onnx.numpy_helper
     proto = onnx.load(model)
@@ -157,7 +159,7 @@ def quantize_weights(model: Path, out: Path, in_float: Sequence[str] = ()) -> No
 
 
 def _channel_axis(node: Any, onnx: Any) -> int:
-    """The dimension of a weight that is the output channel."""
+    """The dimension of a node's weight that is the output channel; 0, the rows, for an embedding (Gather)."""
     if node.op_type == "Gemm":
         transposed = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}.get("transB", 0)
         return 0 if transposed else 1
@@ -165,7 +167,7 @@ def _channel_axis(node: Any, onnx: Any) -> int:
 
 
 def has_vnni() -> bool:
-    """Whether the processor multiplies int8 vectors into 32 bits; True where that cannot be seen."""
+    """Whether the processor multiplies int8 vectors into 32-bit sums; True where /proc/cpuinfo does not show it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -66,7 +66,7 @@ def export_model(
 
 
 def export_onnx(trained: TrainedModel, path: Path) -> None:
-    """Writes the trained model as ONNX. Dimensions that differ between batches stay free.
+    """Writes the trained model as ONNX to ``path``. Dimensions that differ between validation batches stay free.
 
     Raises:
         ConfigurationError: An operation of the model cannot be exported.
@@ -112,7 +112,7 @@ def signature_of(trained: TrainedModel, value: float, max_batch: int | None = No
     """The signature of a trained model whose metric is ``value``; classes and image are those of its dataset.
 
     Raises:
-        ConfigurationError: A dtype that cannot be served, a metric that is no number, or an image that does not fit.
+        ConfigurationError: A dtype that cannot be served, a metric that is not finite, or an image that does not fit.
     """
     inputs = trained.first_inputs()
     with torch.inference_mode():
@@ -153,8 +153,8 @@ def _shape(name: str, tensor: torch.Tensor, varying: set[int]) -> tuple[int | st
 
 
 def largest_difference(trained: TrainedModel, exported: OnnxModel) -> float:
-    """Largest difference of an output from the trained model's, relative to its largest output; RunError if it exceeds
-    the tolerance, or if an output is no finite number.
+    """Largest absolute difference between outputs of both models over the validation data, as a fraction of the trained
+    model's largest absolute output; RunError if it exceeds ``TOLERANCE``, shapes differ or an output is not finite.
     """
     predict, difference, largest = predictor_of(exported), 0.0, 0.0
     with torch.inference_mode():
@@ -165,7 +165,8 @@ def largest_difference(trained: TrainedModel, exported: OnnxModel) -> float:
                 shapes = f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
                 raise RunError(f"the exported model returns scores of shape {shapes}")
             if not bool(torch.isfinite(expected).all()) or not bool(torch.isfinite(found).all()):
-                raise RunError("the scores of the model are not all finite numbers, so nothing can be compared")
+                problem = "the scores of the model are not all finite numbers, so nothing can be compared"
+                raise RunError(f"{problem}; check the weights and the validation data for NaN")
             difference = max(difference, float((expected - found).abs().max()))
             largest = max(largest, float(expected.abs().max()))
     relative = difference / largest if largest else difference
@@ -175,7 +176,7 @@ def largest_difference(trained: TrainedModel, exported: OnnxModel) -> float:
 
 
 def _operation_of(error: BaseException) -> str:
-    """The operation, or else the first line that says why a model cannot be exported."""
+    """From an error of the exporter: "there is no ONNX for OPERATION", else class and first line of its root cause."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
         chain.append(cause)

@@ -46,7 +46,7 @@ def compare_latency(reference: Call, calls: Mapping[str, Call], seconds: float) 
         seconds: Time for all of it, approximately; at least 12 blocks of each are timed.
 
     Returns:
-        For each name: (seconds of the reference / seconds of the call, median seconds of the call).
+        For each name ("": the reference): (seconds of the reference / seconds of the call, median seconds of the call).
     """
     arms = {"": reference, **calls}
     counts = {name: _calls_per_block(call) for name, call in arms.items()}
@@ -61,7 +61,7 @@ def compare_latency(reference: Call, calls: Mapping[str, Call], seconds: float) 
 
 
 def peak_memory(model: Path, inputs: Mapping[str, torch.Tensor]) -> int:
-    """Bytes by which a process grows at most that loads the model and calls it once; RunError if it fails."""
+    """Bytes that loading an ONNX model and one call add to the peak of a new process; RunError if that fails."""
     shapes = {name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in inputs.items()}
     command = [sys.executable, "-c", _PEAK, str(model), json.dumps(shapes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -72,7 +72,7 @@ def peak_memory(model: Path, inputs: Mapping[str, torch.Tensor]) -> int:
 
 
 def _calls_per_block(call: Call) -> int:
-    """Warms up; returns how many calls take BLOCK_S."""
+    """Warms up by calling for WARM_UP_S; returns how many calls take about BLOCK_S, at least 1."""
     began, count = time.perf_counter(), 0
     while count < 3 or time.perf_counter() - began < WARM_UP_S:
         call()

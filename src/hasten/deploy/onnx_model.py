@@ -19,7 +19,7 @@ MODEL = "model.onnx"
 
 
 def require(module: str, extra: str = "deploy") -> Any:
-    """Imports a package of an extra of hasten; ConfigurationError that says how to install it."""
+    """Imports ``module``, of ``hasten[EXTRA]``; ConfigurationError if it is missing, RunError if its import fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -29,7 +29,7 @@ def require(module: str, extra: str = "deploy") -> Any:
 
 
 class OnnxModel:
-    """An inference session. ``threads`` of one operation; 0: all cores.
+    """An ONNX Runtime session on the CPU for the model in file ``path``. ``threads`` of one operation; 0: all cores.
 
     Raises:
         ConfigurationError: The file does not exist or is no ONNX model that ONNX Runtime can load.
@@ -64,7 +64,7 @@ class OnnxModel:
 
 
 def strip(model: Path) -> None:
-    """Removes from a model what the exporter noted for people: lines of source, shapes inside, descriptions."""
+    """Removes from a model file, in place, what inference does not need: source lines, inner shapes, descriptions."""
     onnx = require("onnx")
     proto = onnx.load(model)
     del proto.graph.value_info[:], proto.metadata_props[:], proto.graph.metadata_props[:], proto.functions[:]
@@ -76,7 +76,7 @@ def strip(model: Path) -> None:
 
 
 def publish(files: Sequence[Path], directory: Path) -> None:
-    """Moves finished files into a directory, each at once: a server that watches it never loads a part of one."""
+    """Copies finished files into a directory, each at once: a server that watches it never loads a part of one."""
     for file in files:
         partial = directory / f".{file.name}.part"
         partial.write_bytes(file.read_bytes())
@@ -85,7 +85,7 @@ def publish(files: Sequence[Path], directory: Path) -> None:
 
 @contextlib.contextmanager
 def quiet(*loggers: str) -> Iterator[None]:
-    """Context manager: hides what exporter and quantizer print, log and warn about: no user can change it."""
+    """Context manager: hides standard output, warnings and what ``loggers`` log below ERROR; no user can act on it."""
     levels = {name: logging.getLogger(name).level for name in loggers}
     for name in loggers:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -63,7 +63,9 @@ TARGETS = {"cpu": CANDIDATES, "dsp": INTEGER_CANDIDATES}
 
 @dataclass
 class QuantizationTrial:
-    """A quantized model: its candidate, itself, its metric, and what was measured of it."""
+    """A quantized model: its candidate, itself, its metric ``value`` on the validation data, ``bytes`` of its weights
+    (``IntegerModel``) or its file, and by batch size its speedup over the float model and the seconds of a call.
+    """
 
     candidate: QuantizationCandidate
     model: OnnxModel | IntegerModel
@@ -74,7 +76,7 @@ class QuantizationTrial:
     seconds: dict[int, float] = field(default_factory=dict[int, float])
 
     def to_json(self, max_loss: float) -> dict[str, Any]:
-        """Plain data; a number that is not finite is None."""
+        """The trial as JSON data; it has passed if ``loss <= max_loss``. A number that is not finite is None."""
         return {
             "name": self.candidate.name,
             "passed": self.loss <= max_loss,
@@ -114,8 +116,9 @@ def quantize(
         ``peak_memory_bytes``, ``out``.
 
     Raises:
-        ConfigurationError: A wrong request, or a model that cannot be exported.
-        RunError: No candidate could be made.
+        ConfigurationError: An argument is out of range, the run or its data is missing, the model cannot be exported,
+            or no candidate can be made.
+        RunError: The exported model differs from the trained one, or its metric is not finite.
     """
     if not 0.0 <= max_loss < 1.0:
         raise ConfigurationError(f"max_loss is a fraction of the metric from 0 up to 1, such as 0.01, not {max_loss}")
@@ -170,7 +173,7 @@ class _Search:
         self.subset_value = 0.0  # metric of the float model over SUBSET_BATCHES
 
     def prepare(self, directory: Path) -> None:
-        """Exports the float model and reads the calibration batches."""
+        """Exports the float model into ``directory``, checks it, takes its metric and reads the calibration batches."""
         self.directory = directory
         self.on_progress("exporting the model", 0.0, self.budget)
         exported, self.prepared = directory / "float.onnx", directory / "prepared.onnx"
@@ -182,7 +185,7 @@ class _Search:
         self.value = self.trained.evaluate(predictor_of(self.float_model))
         samples = self.trained.validation_samples()
         if name_of(self.trained.task) in ("accuracy", "error") and self.max_loss * samples < 1.0:
-            text = f"the validation data have {samples} samples: one of them is more than {self.max_loss:.1%}"
+            text = f"one of the {samples} validation samples is more than max_loss={self.max_loss:.1%}; add samples"
             warnings.warn(text, HastenWarning, stacklevel=4)
         if not math.isfinite(self.value):
             raise RunError(f"the metric of the float model is {self.value}, so that no loss can be compared with it")
@@ -203,7 +206,10 @@ class _Search:
         return share * self.budget - (time.monotonic() - self.began)
 
     def try_candidates(self) -> None:
-        """Makes and evaluates every candidate for which there is time."""
+        """Evaluates every candidate for which there is time; adds it to ``trials``, or with the reason to ``failed``.
+
+        ConfigurationError if no candidate can be made.
+        """
         candidates = TARGETS[self.target]
         for index, candidate in enumerate(candidates):
             if self._left(1.0 - LATENCY_SHARE) <= 0.0 and self.trials:
@@ -232,7 +238,7 @@ class _Search:
         return QuantizationTrial(candidate, model, value, self._loss(value), model.bytes)
 
     def _loss(self, value: float, reference: float | None = None) -> float:
-        """How much worse a value is than the float model's, as a fraction of that; infinite if it is not finite."""
+        """How much worse ``value`` is than ``reference`` (the float model's), as a fraction; infinite if not finite."""
         reference = self.value if reference is None else reference
         if not math.isfinite(value):
             return math.inf
@@ -270,7 +276,7 @@ class _Search:
                 return
 
     def _subset_loss(self, candidate: QuantizationCandidate, what: str) -> float | None:
-        """The loss of a candidate over a part of the validation data; None once the budget for such trials is spent."""
+        """The loss over SUBSET_BATCHES batches, infinite if it cannot be made; None once SEARCH_SHARE is spent."""
         if self._left(SEARCH_SHARE) <= 0.0:
             return None
         self.on_progress(what, 0.5, self._left())
@@ -283,11 +289,11 @@ class _Search:
 
     @property
     def passed(self) -> list[QuantizationTrial]:
-        """The trials that the gate accepts."""
+        """The trials whose loss is at most ``max_loss``."""
         return [trial for trial in self.trials if trial.loss <= self.max_loss]
 
     def compare(self) -> None:
-        """Times the candidates that pass, the float model and eager PyTorch in turns, at both batch sizes."""
+        """Sets ``speedup`` and ``seconds`` of the trials that pass, in turns with the float model and eager PyTorch."""
         passed = self.passed
         threads = torch.get_num_threads()
         torch.set_num_threads(THREADS)
@@ -316,14 +322,16 @@ class _Search:
         return self.trained.model(*inputs)
 
     def _inputs(self, size: int) -> list[torch.Tensor]:
-        """Validation samples, repeated if there are fewer than ``size``."""
+        """Inputs of ``size`` samples: those of the first validation batch, repeated if it has fewer."""
         batch = self.trained.first_inputs()
         return [
             tensor.repeat(-(-size // len(tensor)), *[1] * (tensor.ndim - 1))[:size].contiguous() for tensor in batch
         ]
 
     def choose(self) -> tuple[QuantizationTrial | None, str]:
-        """The fastest trial that passes, and the verdict about it; else the smallest one."""
+        """(trial, "faster"): the fastest that passes and is surely faster than the float model; else (trial, "smaller")
+        among nearly the smallest of those that pass and take fewer bytes; else (None, "no improvement").
+        """
         in_int8 = [trial for trial in self.passed if trial.candidate.kind != "weights"]
         if faster := [trial for trial in in_int8 if _is_faster(list(trial.speedup.values()))]:
             return max(faster, key=_mean_speed), "faster"
@@ -335,7 +343,7 @@ class _Search:
         return None, "no improvement"
 
     def write(self, chosen: QuantizationTrial, directory: Path) -> None:
-        """Writes the chosen model and its signature."""
+        """Writes ``model.onnx``, or ``model.h`` and ``model.c``, and ``signature.json`` of a trial to ``directory``."""
         max_batch = 1 if chosen.candidate.kind == "dynamic" else None
         signature = signature_of(self.trained, chosen.value, max_batch)
         finished = self.directory / "finished"
@@ -348,8 +356,8 @@ class _Search:
         publish(files, directory)
 
     def peak_memory(self, chosen: QuantizationTrial) -> dict[str, int] | None:
-        """Peak memory of the float and the int8 model at the largest batch, each in a process of its own; None for C
-        code, which states its memory itself, and where it cannot be measured.
+        """Peak memory in bytes of the "float" and the "int8" model at the largest batch, each in a process of its own;
+        None for C code, which states its memory itself, and where it cannot be measured.
         """
         if not isinstance(chosen.model, OnnxModel):
             return None
@@ -360,7 +368,7 @@ class _Search:
             return None
 
     def result(self) -> dict[str, Any]:
-        """All but the choice."""
+        """The result of ``quantize`` as JSON data, all but the choice and the verdict."""
         return {
             "kind": "quantize",
             "target": self.target,
@@ -389,14 +397,14 @@ def _integer_scores(model: IntegerModel, inputs: list[torch.Tensor]) -> torch.Te
 
 
 def _mean_speed(trial: QuantizationTrial) -> float:
-    """Geometric mean of the speeds over the float model; 1 if none was measured."""
+    """Geometric mean of a trial's median speedups over the batch sizes; 1 if none was measured."""
     return math.prod(ratio.median for ratio in trial.speedup.values()) ** (1 / max(1, len(trial.speedup)))
 
 
 def _is_faster(speedups: Sequence[Ratio]) -> bool:
     """Whether a model is surely faster at one batch size, and surely slower at none.
 
-    Two sessions of the same model differ by some per cent for as long as they live, which the interval does not know.
+    Surely: the interval lies beyond 1 by SESSION_SPREAD, by which two sessions of one model may differ all the time.
     """
     is_faster = any(ratio.low > 1.0 + SESSION_SPREAD for ratio in speedups)
     return is_faster and not any(ratio.high < 1.0 - SESSION_SPREAD for ratio in speedups)

@@ -97,7 +97,7 @@ def write_signature(signature: Signature, directory: Path) -> Path:
 
 
 def read_signature(directory: Path) -> Signature:
-    """Reads and checks ``signature.json``; ConfigurationError that names the file and the wrong field."""
+    """Reads ``signature.json`` of a directory; ConfigurationError if it is missing or invalid, naming the field."""
     path = directory / SIGNATURE
     try:
         return Signature.model_validate_json(path.read_bytes())

@@ -30,7 +30,7 @@ Predict = Callable[[list[torch.Tensor]], torch.Tensor]  # input tensors of a bat
 
 
 def predictor_of(model: OnnxModel) -> Predict:
-    """A model of ONNX Runtime that takes and returns tensors."""
+    """A function that calls a model of ONNX Runtime with CPU tensors and returns its first output as a tensor."""
     return lambda inputs: torch.from_numpy(model.run([tensor.numpy() for tensor in inputs]))
 
 
@@ -60,8 +60,8 @@ class TrainedModel:
     Attributes:
         directory: The run directory.
         task: The task.
-        model: The model that returns logits.
-        program: The task's program without methods, of which the data are used.
+        model: The model, which takes the inputs as tensors and returns logits.
+        program: The task as the engine builds it without methods; only its data sources are used.
     """
 
     directory: Path
@@ -71,7 +71,7 @@ class TrainedModel:
 
     @property
     def higher_is_better(self) -> bool:
-        """The direction of the task's metric."""
+        """Whether a larger value of the task's metric is better."""
         return higher_is_better(self.task)
 
     def validation(self) -> BatchSource:
@@ -115,11 +115,11 @@ class TrainedModel:
             return metric.result().metric
 
     def validation_samples(self) -> int:
-        """Number of validation samples, by which the metric was taken."""
+        """Number of validation samples; reads all of them."""
         return sum(batch_size(batch) for batch in self.validation().epoch(0, 0))
 
     def varying_dimensions(self) -> list[set[int]]:
-        """For each input, its dimensions that differ between batches; 0, the batch, is always among them."""
+        """For each input, its dimensions that differ among the first SEEN_BATCHES validation batches, and always 0."""
         batches = islice(self.validation().epoch(0, 0), SEEN_BATCHES)
         shapes = [[tensor.shape for tensor in self.inputs_of(batch)] for batch in batches]
         return [
@@ -167,7 +167,7 @@ def load_trained_model(run: str | Path, task: Any = None) -> TrainedModel:
 
 
 def _workload_of(directory: Path) -> str:
-    """The name of the workload that a run trained, as its ``environment.json`` has it."""
+    """The workload that a run trained, by its ``environment.json``; ConfigurationError if that names none."""
     try:
         name = json.loads((directory / "environment.json").read_text(encoding="utf-8"))["task"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -188,7 +188,7 @@ def _load_weights(module: nn.Module, path: Path, task: str) -> None:
 
 
 def _named_inputs(batch: Batch) -> dict[str, Any]:
-    """Input name -> value. Items of a tuple have the names 0, 1, ..."""
+    """Input name -> value, without the target; items of a tuple are named "0", "1", ... RunError for other batches."""
     if isinstance(batch, (tuple, list)):
         return {str(index): value for index, value in enumerate(batch[:-1])}
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -199,7 +199,7 @@ def _named_inputs(batch: Batch) -> dict[str, Any]:
 
 
 def _input_names(module: nn.Module, batch: Batch, task: Task) -> tuple[list[str], bool]:
-    """(names of the inputs, whether the model takes them by name)."""
+    """(input names, whether the model takes them by name); RunError if it also takes the target from a tuple batch."""
     inputs = _named_inputs(batch)
     if not isinstance(batch, (tuple, list)):
         return list(inputs), True

@@ -56,7 +56,9 @@ class _Collector:
     local_names: dict[Symbol, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def read(self, name: str, text: str) -> ModuleSource:
-        """Parses a module, and wants all statements of main, or those with side effects of a user's file."""
+        """Parses the module ``name`` into ``sources``, after the modules that it imports, and marks the statements that
+        are written without being named: all of main, and those with side effects of a user's file.
+        """
         source = ModuleSource(name, text, self.inline)
         for dependency in source.inlined_dependencies():
             self.source(dependency)
@@ -132,7 +134,9 @@ class _Collector:
 
 
 def _assign_names(collector: _Collector) -> dict[Symbol, str]:
-    """Gives each definition a unique name in the file: its own if that is free."""
+    """(module, name) of each definition and import -> its unique name in the file: its own if that is free, else with
+    its module as a prefix or a number as a suffix.
+    """
     taken, names = set(dir(builtins)), dict[Symbol, str]()
     defined = [(source.name, name) for source in collector.sources.values() for name in source.defined()]
     for symbol in [*collector.imported, *sorted(defined, key=lambda symbol: is_library(symbol[0]))]:

@@ -268,7 +268,7 @@ def _is_package(module: str) -> bool:
 
 
 def _edit(raw: bytes, offset: int, edits: list[tuple[int, int, bytes]]) -> bytes:
-    """Applies edits (start, end, new bytes) to ``raw``; ``offset`` is where ``raw`` begins in their coordinates."""
+    """``raw`` after edits (start, end, new bytes) that do not overlap; positions count from ``offset`` before it."""
     for low, high, text in sorted(set(edits), reverse=True):
         raw = raw[: low - offset] + text + raw[high - offset :]
     return raw

@@ -62,14 +62,14 @@ def write_patch(
 
 
 def line_of_model(directory: str | Path, file: str, line: int) -> int:
-    """The line of a file that makes the model which another line calls; 0 if that is not clear."""
+    """The line of a file that makes the model which line ``line`` calls; 0 if unclear or the file cannot be edited."""
     source = SourceFile.read(Path(directory), file)
     return 0 if isinstance(source, str) else source.line_of_assignment(line)
 
 
 def name_of_model(directory: str | Path, file: str, line: int, step: int) -> str:
-    """The name by which a line of a file calls the model that another line of the same function updates; "" if that is
-    not clear.
+    """The name by which line ``line`` of a file calls the model that line ``step`` of the same function updates; "" if
+    that is not clear or the file cannot be edited.
     """
     source = SourceFile.read(Path(directory), file)
     return "" if isinstance(source, str) else source.name_of_model(line, step)
@@ -91,7 +91,7 @@ def edit_of(method: Any) -> ScriptEdit:
 
 
 def _filled(text: str, options: dict[str, Any], changed: set[str]) -> str:
-    """Fills ``{option}`` in; a part in ``[...]`` is left out if the option in it has its default value."""
+    """Replaces ``{option}`` by its value; a part in ``[...]`` is left out unless an option in it is in ``changed``."""
 
     def optional(match: re.Match[str]) -> str:
         return match[1] if any(f"{{{name}" in match[1] for name in changed) else ""

@@ -75,7 +75,7 @@ def generate_script(
 
 
 def _plan_arguments(program: Program) -> str:
-    """The arguments of the ``TrainPlan`` that the methods may change."""
+    """The arguments of the script's ``TrainPlan(...)`` before the methods change it, as source text."""
     task, plan = program.task, data_adapters.initial_plan(program.task)
     data = "task.train_data.dataset" if data_adapters.is_prebatched(task.train_data) else "task.train_data"
     samples = f", samples=len({data})" if plan.samples is not None else ""

@@ -54,7 +54,11 @@ class SourceFile:
             return f"cannot be read as Python ({type(error).__name__})"
 
     def edit(self, kind: str, line: int, name: str, text: str) -> None:
-        """Makes one edit; raises CannotEditError, then nothing is changed."""
+        """Adds the edit ``text`` for a site at ``line``, of a kind of ``write_patch``; ``edited`` applies all edits.
+
+        ``name``: class of the object there, or for a "step" the model's name. Raises CannotEditError if the edit is
+        impossible; earlier edits stay.
+        """
         before = copy.deepcopy((self.insertions, self.replacements))
         try:
             if kind == "process":
@@ -103,12 +107,14 @@ class SourceFile:
         return self.content[start:end].decode("utf-8")
 
     def _nodes(self, kind: Any, line: int | None = None) -> list[Any]:
-        """The nodes of some types, with a line those that it is a part of."""
+        """The nodes of the types ``kind`` in the file; with ``line``, only those whose lines include it."""
         found: list[Any] = [node for node in ast.walk(self.tree) if isinstance(node, kind)]
         return [node for node in found if line is None or node.lineno <= line <= _end(node)]
 
     def _calls(self, line: int, names: tuple[str, ...]) -> list[ast.Call]:
-        """The calls that a line makes: those of the named classes, else the only one that begins there."""
+        """The calls of ``names`` that begin at a line, else those around it; without any, the only call that begins
+        there. CannotEditError if there is none, or it is not the only one.
+        """
         around: list[ast.Call] = self._nodes(ast.Call, line)
         named = [call for call in around if _callee(call) and _callee(call) in names]
         starting = [call for call in around if call.lineno == line]
@@ -206,7 +212,7 @@ class SourceFile:
         return [node for node in self._nodes(ast.Assign) if isinstance(node.value, ast.Call)]
 
     def name_of_model(self, line: int, step: int) -> str:
-        """See the function of this name."""
+        """See ``patch.name_of_model``."""
         here, updates = self._nodes(ast.Call, line), self._nodes(ast.Call, step)
         functions = {id(self._function_of(call)) for call in (*here, *updates)}
         assigned = {self._text(target) for node in self._assigned_calls() for target in node.targets}
@@ -259,8 +265,9 @@ class SourceFile:
         self._insert(end, missing + "".join(f"{indent}{line}\n" for line in text.split("\n")))
 
     def _insert_for_process(self, text: str) -> None:
-        """Inserts lines after the imports at the top that begin with torch's; without these, before everything: the
-        module may start the training by an import. The same call that the file makes later is changed.
+        """Inserts lines after the top-level imports that begin with torch's; in a file without it, before the first
+        statement but docstring and ``__future__``, since an import may start the training. If ``text`` is one call, it
+        also replaces the file's own calls of that function.
         """
         for call in self._same_calls(text):
             self.replacements[self._span(call)] = text
@@ -293,7 +300,7 @@ class SourceFile:
         return []
 
     def _torch_import(self) -> ast.stmt:
-        """The last of these statements."""
+        """The last statement of ``_torch_imports``; CannotEditError if there is none."""
         if imports := self._torch_imports():
             return imports[-1]
         raise CannotEditError(NO_TORCH)
@@ -305,7 +312,10 @@ class SourceFile:
             self._insert_after(self._torch_import(), "import torch")
 
     def _wrap_evaluation(self, line: int, text: str) -> None:
-        """Decorates the function of the evaluation at a line, or puts its loop under ``with text:``."""
+        """Decorates the function of the evaluation at a line by ``@text``, or puts its loop under ``with text:``.
+
+        CannotEditError if there is neither a function nor a loop that computes no gradients.
+        """
         self._ensure_torch()
         functions = self._nodes(ast.FunctionDef, line)
         taking_gradients = _functions_with_gradients(self.tree)
@@ -320,7 +330,7 @@ class SourceFile:
         return self._indent_block(loops[-1], text)
 
     def _indent_block(self, block: ast.stmt, text: str) -> None:
-        """Moves a block under ``with text:``."""
+        """Indents a loop under ``with text:``; CannotEditError if it holds a string of several lines."""
         last = block.end_lineno or block.lineno
         strings = [node for node in ast.walk(block) if isinstance(node, (ast.Constant, ast.JoinedStr))]
         if any(node.lineno != _end(node) for node in strings):
@@ -369,7 +379,9 @@ def _functions_with_gradients(tree: ast.Module) -> set[str]:
 
 
 def _takes_gradients(node: ast.AST, functions: set[str]) -> bool:
-    """Whether code calls one of GRADIENTS, or one of these functions of its file; not ``model.train()``."""
+    """Whether code calls one of GRADIENTS, or one of ``functions`` by plain name or as ``self.f()``; so
+    ``model.train()`` does not count where the file has its own ``train``.
+    """
     for call in (one for one in ast.walk(node) if isinstance(one, ast.Call)):
         owner = getattr(call.func, "value", None)
         is_own = owner is None or getattr(owner, "id", "") == "self"

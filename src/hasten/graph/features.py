@@ -67,7 +67,8 @@ class MemoryMappedFeatures(FeatureSource):
         end: see ``first``; by default the number of rows.
 
     Raises:
-        ConfigurationError: the file is no array of two dimensions, or has another number of rows than nodes.
+        ConfigurationError: the file cannot be read, is no array of two dimensions of a dtype that PyTorch has, or lacks
+            the rows from ``first`` to ``end``; or these are not ``num_nodes`` rows.
     """
 
     def __init__(self, path: str | Path, num_nodes: int | None = None, first: int = 0, end: int | None = None):
@@ -81,13 +82,14 @@ class MemoryMappedFeatures(FeatureSource):
             raise ConfigurationError(f"{path} must have two dimensions (nodes, width); it has shape {array.shape}")
         end = len(array) if end is None else end
         if not 0 <= first <= end <= len(array):
-            raise ConfigurationError(f"{path} has {len(array)} rows; got first={first}, end={end}")
+            expected = f"expected 0 <= first <= end <= {len(array)}"
+            raise ConfigurationError(f"{path} has {len(array)} rows; {expected}, got first={first}, end={end}")
         self._array = array[first:end]
         try:
             dtype = torch.from_numpy(numpy.empty(0, array.dtype)).dtype
         except (TypeError, ValueError):  # of an unknown type, or one whose bytes are in another order
             unknown = f"{path} has elements of type {array.dtype}, which PyTorch does not know"
-            raise ConfigurationError(unknown) from None
+            raise ConfigurationError(f"{unknown}; save it in another dtype, such as float32") from None
         super().__init__(self._array.shape, dtype, num_nodes)
 
     def rows(self, node_ids: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 
 def _prefetch(typing_context, array, position):
-    """Starts to load ``array[position]`` of a one-dimensional array into the cache."""
+    """Numba intrinsic (signature, emitter) that starts to load ``array[position]`` of a 1-d array into the cache."""
 
     def emit(context, builder, signature, arguments):
         struct = context.make_array(signature.args[0])(context, builder, arguments[0])

@@ -63,7 +63,7 @@ class AutotuneLoader(Method):
         if self.threads and self.processes:
             raise ValueError(f"threads={self.threads} and processes={self.processes} exclude each other; choose one")
         if self.cores is not None and 0 < self.cores < workers:
-            raise ValueError(f"{workers} workers are more than cores={self.cores}")
+            raise ValueError(f"{workers} workers are more than cores={self.cores}; take fewer, or raise cores")
 
     def data(self, batches: BatchSource, run: RunContext) -> BatchSource:
         if not batches.training:

@@ -76,7 +76,7 @@ def _nodes(functional: Any) -> list[Any]:
 
 
 def _direct_call(node: Any, functional: Any) -> Callable[[Any, bool], Any] | None:
-    """``(input, training) -> output`` of a layer that may be called directly; else None."""
+    """A function (input, training) -> output of the node's layer if it may be called directly; else None."""
     layer = node.operation
     if type(layer).__name__ not in DIRECT or not _is_keras(layer) or not layer.built or "call" in layer.__dict__:
         return None
@@ -112,7 +112,10 @@ def _dense(layer: Any) -> Callable[[Any, bool], Any]:
 
 
 def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: list[int]) -> Any:
-    """``Functional.call`` as a straight sequence of calls."""
+    """``Functional.call`` as a straight sequence of calls, which it counts in ``calls[0]``.
+
+    Keras's own ``call`` serves calls with a mask, other arguments or anything but tensors.
+    """
     tree: Any = import_module("keras.tree")
     original = functional.call
     sources = [id(node.input_tensors[0]) if node.input_tensors else 0 for node in nodes]
@@ -144,5 +147,5 @@ def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: 
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether it is a tensor with numbers and without a mask."""
+    """Whether ``x`` is a tensor without a Keras mask."""
     return isinstance(x, torch.Tensor) and getattr(x, "_keras_mask", None) is None

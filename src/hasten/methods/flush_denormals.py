@@ -50,7 +50,7 @@ class FlushDenormals(Method):
 
 
 def _describe() -> str:
-    """Plants denormal numbers in this thread, in the intra-op threads and in a backward pass."""
+    """The effect as text: computes with denormals, also in a backward pass; NoEffectError if one stays nonzero."""
     threads = torch.get_num_threads()
     planted = smallest_denormals(threads * VALUES_PER_THREAD)
     weight = torch.ones(1, requires_grad=True)

@@ -16,6 +16,7 @@ from hasten.utils.keras_models import NO_KERAS, is_keras
 class FusedRNN(Method):
     """Computes recurrent layers of Keras on the CPU by the kernels of ``torch.nn.LSTM`` and ``torch.nn.GRU``.
 
+    It replaces ``lstm`` and ``gru`` of ``keras.src.backend``, for all models of the process and until its end.
     A layer with a mask, an activation other than tanh and sigmoid, ``recurrent_dropout``, ``unroll``, or a GRU with
     ``reset_after=False`` keeps Keras's loop, because the kernels compute something else.
     """
@@ -50,7 +51,10 @@ class FusedRNN(Method):
 
 
 def _by_kernel(original: Any, kernel: Any, counts: Counter[str]) -> Any:
-    """Keras's function of a recurrent layer, by a kernel where that computes the same."""
+    """Keras's function of a recurrent layer, by ``kernel`` where that computes the same, else ``original``.
+
+    ``counts``: calls by "kernel", or the reason for Keras's loop.
+    """
 
     def rnn(inputs: Any, *args: Any, **options: Any) -> Any:
         obstacle = _obstacle(inputs, args[-1], options)

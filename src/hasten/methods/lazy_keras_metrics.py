@@ -22,7 +22,8 @@ class LazyKerasMetrics(Method):
     Keras computes them after every batch, and hands them to its callbacks in a thread. The metrics are updated with
     every batch as before, so the values at the end of an epoch are the same. A callback of the user's that runs after a
     batch gets its values after every batch, and this method then has no effect. ``train_on_batch`` and
-    ``test_on_batch`` return the values of their batch.
+    ``test_on_batch`` return the values of their batch. Hooks of ``keras.callbacks.CallbackList`` are replaced until the
+    process ends; for other models they do what Keras's do.
     """
 
     card = Card(
@@ -61,7 +62,7 @@ class LazyKerasMetrics(Method):
 
 
 class Unread(dict[str, Any]):
-    """The names of the metrics, and how to read them."""
+    """The logs of a batch: each name of a metric with None; ``model.get_metrics_result()`` computes the values."""
 
     def __init__(self, model: Any, names: Any):
         super().__init__(dict.fromkeys(names))
@@ -69,7 +70,9 @@ class Unread(dict[str, Any]):
 
 
 def _updated(model: Any) -> Any:
-    """``compute_metrics`` that updates the metrics and reads them in the first batch only."""
+    """A ``compute_metrics`` that updates the metrics and returns ``Unread``; it reads them in the first batch only, for
+    their names.
+    """
     names: list[str] = []
 
     def compute_metrics(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from hasten import Card, Exactness, Method, NoEffectError, RunContext
 class SkipLossNanFilter(Method):
     """Sets ``logging_nan_inf_filter`` of the Trainer to False.
 
-    With it, the CPU waits for the loss of every step on a GPU. The training does not depend on it: it only replaces a
-    loss that is no number by the mean of the others in what is logged.
+    With the filter, the CPU waits for the loss of every step on a GPU. Only the log changes: the filter replaces a loss
+    that is no finite number by the mean of the others, and without it the loss is logged as it is.
     """
 
     card = Card(

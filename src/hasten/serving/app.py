@@ -50,7 +50,10 @@ logger = logging.getLogger("hasten.serving")
 
 
 class Service:
-    """The batcher and what is measured of it, for one application."""
+    """The batcher of one application, with its metrics for Prometheus and, if ``compared`` holds two, the shadow model.
+
+    Created in the event loop; starts the inference thread. ``max_body``: largest body of a request, in bytes.
+    """
 
     def __init__(self, holder: ModelHolder, settings: BatcherSettings, max_body: int, compared: Sequence[ServedModel]):
         self.holder, self.max_body = holder, max_body
@@ -90,8 +93,9 @@ class Service:
         self.loop.call_soon_threadsafe(_resolve, answers, self.computed_by)
 
     async def predict(self, inputs: tuple[numpy.ndarray, ...]) -> tuple[numpy.ndarray, ServedModel]:
-        """The scores of a request and the model that computed them; RequestError if too many requests wait, or the
-        model cannot compute this one.
+        """The scores of a request and the model that computed them.
+
+        RequestError 429 if too many samples wait, 503 after the deadline, 422 if the model cannot compute the inputs.
         """
         future: asyncio.Future[Any] = self.loop.create_future()
         try:
@@ -118,7 +122,7 @@ def _resolve(answers: list[tuple[Any, Any]], model: ServedModel) -> None:
 
 
 class PredictEndpoint:
-    """``POST /predict`` as a plain ASGI application, with the model of a service, which starts after this was made.
+    """``POST /predict`` as a plain ASGI application; ``service`` must be set before the first request.
 
     Requests, responses and middleware of FastAPI took half of the 110 microseconds of a request, so that the one path
     that must be fast goes without them.
@@ -147,7 +151,7 @@ class PredictEndpoint:
 async def send_json(
     send: Send, content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
 ) -> None:
-    """Sends a whole answer."""
+    """Sends ``content`` as a complete JSON response."""
     body = orjson.dumps(content)
     pairs = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     pairs += [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
@@ -156,7 +160,7 @@ async def send_json(
 
 
 async def _read(headers: Headers, receive: Receive, limit: int) -> bytearray:
-    """The body; RequestError 413 as soon as it is too long."""
+    """Reads the body of a request; RequestError 413 as soon as it exceeds ``limit`` bytes, ClientDisconnect."""
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > limit:
         raise RequestError(413, f"the body has {int(length)} bytes; at most {limit} are read")
@@ -186,7 +190,9 @@ async def _parse(
 
 
 def _content(scores: numpy.ndarray, model: ServedModel) -> dict[str, Any]:
-    """The answer: scores and, for one score a class, the index and name of the largest."""
+    """The JSON answer: ``scores``, ``model`` (when it was loaded) and, for several scores a sample, ``indices`` and, if
+    the signature has them, ``classes`` of the largest ones. RequestError 500 if a score is not finite.
+    """
     if not math.isfinite(scores.sum(dtype=numpy.float64)) and not numpy.isfinite(scores).all():
         raise RequestError(500, "the scores of the model are not finite for this input")
     content: dict[str, Any] = {"scores": scores.tolist(), "model": model.loaded}
@@ -199,7 +205,8 @@ def _content(scores: numpy.ndarray, model: ServedModel) -> dict[str, Any]:
 
 
 class Guard:
-    """The outermost ASGI application: checks the token, counts answers, and turns an unexpected error into one line.
+    """The outermost ASGI application: answers 401 without the token, counts answers by status code, and logs an
+    unexpected error and answers it with 500.
 
     Predictions go to their application at once, past the middleware and routes of FastAPI.
     """
@@ -249,9 +256,9 @@ def make_app(
         holder: The model.
         settings: Limits of batches, queue and deadline.
         max_body: Largest body of a request, in bytes.
-        token: Bearer token that requests must carry.
-        page: The HTML page to try it by hand.
-        compared: The model once more, and a second one, which gets the same requests and answers none.
+        token: Bearer token that requests must carry, except for ``OPEN_PATHS``; None: no token.
+        page: The HTML page at ``/``, to try the model by hand.
+        compared: Empty, or the model once more and a second one, which gets the same requests and answers none.
     """
 
     @asynccontextmanager
@@ -317,14 +324,14 @@ def _is_allowed(scope: Scope, token: str) -> bool:
 
 
 def example_inputs(signature: Signature) -> Any:
-    """Inputs of one sample of zeros, as ``/predict`` takes them."""
+    """One sample of zeros as lists, the value of "inputs" for ``/predict``: a dict by name if the model has several."""
     arrays = zip(signature.inputs, zero_inputs(signature), strict=True)
     values = {spec.name: array.tolist() for spec, array in arrays}
     return values if len(values) > 1 else next(iter(values.values()))
 
 
 def _describe(app: FastAPI, signature: Signature) -> dict[str, Any]:
-    """The OpenAPI description; that of /predict follows from the signature, with an example that works."""
+    """The OpenAPI description as JSON data; that of /predict follows from the signature, with an example that works."""
     if app.openapi_schema is None:
         json_body = {"schema": {"type": "object", "required": ["inputs"]}}
         content: dict[str, Any] = {"application/json": json_body | {"example": {"inputs": example_inputs(signature)}}}

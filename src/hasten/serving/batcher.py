@@ -28,7 +28,7 @@ Done = Callable[[list[tuple[Any, numpy.ndarray | Exception]]], None]  # (key of 
 
 
 class QueueFullError(Exception):
-    """The queue is full; ``seconds`` until it will have been computed, as far as the last batches tell."""
+    """The queue is full or closed; ``seconds``: estimate of when to try again, from the speed of the last batches."""
 
     def __init__(self, seconds: float):
         super().__init__("the queue is full")
@@ -41,7 +41,14 @@ class DeadlineExceededError(Exception):
 
 @dataclass
 class BatcherSettings:
-    """Limits of a batcher: samples of a batch, seconds to wait for more, waiting samples, seconds of a request."""
+    """Limits of a batcher.
+
+    Attributes:
+        max_batch: Samples computed together.
+        max_wait: Seconds that the first request of a batch waits for more.
+        max_queue: Samples that may wait; a request of more is accepted if none waits.
+        deadline: Seconds after which a waiting request is answered by an error.
+    """
 
     max_batch: int = 64
     max_wait: float = 0.002
@@ -65,13 +72,13 @@ class _Request:
 
 
 class Batcher:
-    """The inference thread.
+    """The inference thread, which the constructor starts.
 
     Args:
-        compute: Inputs of a batch -> scores. It is read anew for every batch, so that the model can be replaced.
-        done: Called in the inference thread with the answers of a batch.
+        compute: Inputs of a batch -> scores, called in the inference thread.
+        done: Called in the inference thread with [(key of a request, its scores or the exception)] of a batch.
         settings: The limits.
-        observe: Called after each batch with (samples, seconds).
+        observe: Called after each batch with (samples, seconds of computing).
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class Batcher:
         self.thread.start()
 
     def submit(self, key: Any, inputs: Arrays) -> None:
-        """Queues a request; ``done`` is called with its key. QueueFullError if too many samples wait."""
+        """Queues a request; ``done`` gets its key. QueueFullError if too many samples wait, or after ``close``."""
         request = _Request(time.monotonic(), key, inputs)
         with self.changed:
             if self.is_closed:
@@ -105,7 +112,7 @@ class Batcher:
                 self.changed.notify()
 
     def close(self) -> None:
-        """Computes what waits, then ends the thread."""
+        """Refuses new requests, waits until those in the queue are answered, and ends the thread."""
         with self.changed:
             self.is_closed = True
             self.changed.notify()
@@ -168,7 +175,7 @@ class Batcher:
 
 
 def measure_batches(compute: Callable[[Arrays], object], signature: Signature) -> dict[int, float]:
-    """Size of a batch -> median of its seconds, for batches of zeros."""
+    """Samples of a batch -> median seconds of computing it, for batches of zeros of each of ``SIZES``."""
     seconds: dict[int, float] = {}
     for size in SIZES:
         inputs = zero_inputs(signature, size, free=16)
@@ -183,7 +190,8 @@ def measure_batches(compute: Callable[[Arrays], object], signature: Signature) -
 
 
 def best_batching(seconds: dict[int, float]) -> tuple[int, float]:
-    """(max_batch, max_wait): the smallest size from which no larger one pays, and half of the seconds of its batch.
+    """(max_batch, max_wait) from ``measure_batches``: the smallest size from which no larger one computes PAYS times as
+    many samples per second, and half of its seconds, at most MAX_WAIT_S.
 
     While one batch is computed the next one collects, so that a long wait helps only at the start of a burst.
     """

@@ -16,14 +16,14 @@ FILES = ("Dockerfile", "kubernetes.yaml")
 
 
 def write_container(model: str | Path, out: str | Path) -> list[str]:
-    """Writes the model and the files that build and run its container; returns their paths.
+    """Writes ``Dockerfile``, ``kubernetes.yaml`` and a copy of the model to ``out``; returns their paths.
 
     Args:
         model: Directory with ``model.onnx`` and ``signature.json``.
-        out: Directory of the files; what it contains is kept, and a file of the same name is refused.
+        out: Directory of the files. Other files in it stay; an older ``model`` in it is replaced.
 
     Raises:
-        ConfigurationError: There is no such model, or a file exists already.
+        ConfigurationError: There is no such model, one of ``FILES`` exists already, or ``out`` cannot be written.
     """
     source, directory = Path(model), Path(out)
     signature = read_signature(source)

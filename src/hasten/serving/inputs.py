@@ -25,7 +25,9 @@ class RequestError(Exception):
 
 
 def parse_json(body: bytes | bytearray, signature: Signature) -> tuple[numpy.ndarray, ...]:
-    """The inputs in ``{"inputs": [...]}`` or, by name, ``{"inputs": {"a": [...], ...}}``; RequestError otherwise."""
+    """The input arrays in ``{"inputs": [...]}`` or, by name, ``{"inputs": {"a": [...], ...}}``, in the order and dtypes
+    of the signature; RequestError if they do not fit it.
+    """
     try:
         content = orjson.loads(body)
     except ValueError:
@@ -48,7 +50,10 @@ def parse_json(body: bytes | bytearray, signature: Signature) -> tuple[numpy.nda
 
 
 def parse_image(body: bytes | bytearray, content_type: str, signature: Signature) -> tuple[numpy.ndarray, ...]:
-    """The input of an image file, as the signature says; RequestError otherwise."""
+    """The only input, from an image file, resized and normalized as the signature states.
+
+    RequestError 415 if the model takes no images, 413 for too many pixels, 400 for a damaged file.
+    """
     spec = signature.image
     if spec is None:
         raise RequestError(415, "this model takes no images; send application/json")
@@ -69,7 +74,7 @@ def parse_image(body: bytes | bytearray, content_type: str, signature: Signature
 
 
 def zero_inputs(signature: Signature, samples: int = 1, free: int = 4) -> tuple[numpy.ndarray, ...]:
-    """Inputs of zeros; ``free`` is the size of the dimensions that may have any."""
+    """Inputs of zeros, ``samples`` of them; dimensions that may have any size have ``free``."""
     shapes = ([samples, *(n if isinstance(n, int) else free for n in spec.shape[1:])] for spec in signature.inputs)
     return tuple(numpy.zeros(shape, spec.dtype) for shape, spec in zip(shapes, signature.inputs, strict=True))
 
@@ -84,7 +89,7 @@ def normalize(pixels: numpy.ndarray, spec: ImageSpec, tensor: TensorSpec) -> num
 
 
 def _python_json(body: bytes | bytearray) -> Any:
-    """What Python reads as JSON: also NaN, which is refused as such later; RequestError 400 with its reason."""
+    """The body as Python's ``json`` reads it: also NaN, which ``_array`` refuses; RequestError 400 if it is no JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -120,7 +125,7 @@ def _array(value: Any, spec: TensorSpec) -> numpy.ndarray:
 
 
 def _check_together(arrays: tuple[numpy.ndarray, ...], signature: Signature) -> None:
-    """All inputs have as many samples, and dimensions of one name have one size; RequestError otherwise."""
+    """RequestError 422 unless dimensions of one name, such as the batch, have one size in all inputs."""
     sizes: dict[str, int] = {}
     for array, spec in zip(arrays, signature.inputs, strict=True):
         for size, name in zip(array.shape, spec.shape, strict=True):

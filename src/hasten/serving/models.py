@@ -27,6 +27,11 @@ class ServedModel(OnnxModel):
     Attributes:
         signature: What it takes and returns.
         loaded: Time at which it was loaded (ISO 8601), which answers carry as their version.
+        files: Inode and time of change of both files, by which a newer model is recognized.
+
+    Raises:
+        ConfigurationError: A file is missing or damaged, the model is not what its signature states, or its scores for
+            a sample of zeros are not finite.
     """
 
     def __init__(self, directory: Path, threads: int = 0):
@@ -43,7 +48,8 @@ class ServedModel(OnnxModel):
             specs = getattr(self.signature, kind)
             if len(specs) != len(found) or not all(map(_fits, specs, found)):
                 text = "; ".join(f"{entry.name} {entry.type} {entry.shape}" for entry in found)
-                raise ConfigurationError(f"the {kind} of {self.path} are not those of its signature: {text:.200}")
+                problem = f"the {kind} of {self.path} are not those of its signature: {text:.200}"
+                raise ConfigurationError(f"{problem}; export the model again")
         try:
             scores = self.run(zero_inputs(self.signature))
         except RunError as error:
@@ -65,7 +71,10 @@ def _fits(spec: TensorSpec, entry: Any) -> bool:
 
 
 class ModelHolder:
-    """The current model; a newer one in its directory takes its place between two batches.
+    """The current model; after ``start``, a newer one in its directory takes its place between two batches.
+
+    One that cannot be loaded, or has other inputs, outputs, image or max_batch, is reported, and tried again once its
+    files change.
 
     Args:
         model: The first one.
@@ -85,11 +94,11 @@ class ModelHolder:
         return self.model.signature
 
     def start(self) -> None:
-        """Begins to look for newer models."""
+        """Starts the thread that looks for a newer model every POLL_S seconds."""
         self.thread.start()
 
     def close(self) -> None:
-        """Ends the thread that looks for newer models."""
+        """Ends the thread that looks for newer models; waits for it."""
         self.ended.set()
         if self.thread.is_alive():
             self.thread.join()
@@ -107,7 +116,8 @@ class ModelHolder:
             new = ServedModel(self.model.directory, self.model.threads)
             parts = ("inputs", "outputs", "image", "max_batch")
             if differ := [part for part in parts if getattr(new.signature, part) != getattr(self.signature, part)]:
-                raise ConfigurationError(f"its signature has other {' and '.join(differ)}")
+                problem = f"its {' and '.join(differ)} differ from those of the model being served"
+                raise ConfigurationError(f"{problem}; start a new server for it")
         except ConfigurationError as error:
             self.failures += 1
             self.refused = files
@@ -119,7 +129,7 @@ class ModelHolder:
 
 
 def _stamp(directory: Path) -> Stamp:
-    """(inode, time of change) of the two files; None for one that is missing."""
+    """(inode, time of change in ns) of ``model.onnx`` and ``signature.json``; None for one that is missing."""
     stamps: list[tuple[int, int] | None] = []
     for name in (MODEL, SIGNATURE):
         try:

@@ -52,18 +52,19 @@ def serve(
         token_file: File with the bearer token that requests must carry; readable by its owner only. None: the
             environment variable HASTEN_TOKEN, if it is set.
         compare: Directory of a second model that gets the same requests and answers none.
-        tune_batching: Whether to measure the batch size and the wait at the start.
+        tune_batching: Whether to measure the batch size and the wait at the start, in place of those of ``settings``.
         settings: Limits of batches, queue and deadline.
         max_body: Largest body of a request, in bytes.
         threads: Threads of one operation of the model; 0: all cores.
         report: Called with lines for people.
 
     Returns:
-        ``answers`` (status code -> number), ``reloads`` and ``settings``.
+        ``address`` (URL), ``answers`` (status code -> number), ``reloads`` (number) and ``settings`` (the fields of
+        ``BatcherSettings`` that were used).
 
     Raises:
-        ConfigurationError: No such model, an open address without a token, a token file that others can read, or a
-            port that is in use.
+        ConfigurationError: No such model, one to compare that has other inputs, an open address without a token, a
+            token that is too short or whose file others can read, or an address or port that cannot be used.
     """
     uvicorn = require("uvicorn")
     token = _read_token(Path(token_file)) if token_file is not None else _check_token(os.environ.get(TOKEN_VARIABLE))
@@ -73,7 +74,8 @@ def serve(
     holder = ModelHolder(first, report)
     second = ServedModel(Path(compare), 1) if compare is not None else None
     if second is not None and second.signature.inputs != first.signature.inputs:
-        raise ConfigurationError(f"{compare} takes other inputs than {model}, so they cannot be compared")
+        problem = f"{compare} takes other inputs than {model}, so they cannot be compared"
+        raise ConfigurationError(f"{problem}; leave --compare out, or export both from the same task")
     settings = settings or BatcherSettings()
     if first.signature.max_batch is not None:  # whatever was asked for
         settings = replace(settings, max_batch=min(settings.max_batch, first.signature.max_batch))
@@ -128,10 +130,13 @@ def make_page(holder: ModelHolder, needs_token: bool) -> str:
 
 
 def _directory_of(path: Path, report: Callable[[str], None]) -> Path:
-    """The directory of the model; a run of a workload that was not exported yet is exported."""
+    """The directory of the model, from it or its ``model.onnx``; exports a run that has newer weights or no export yet;
+    ConfigurationError if the path is another file, or the export fails.
+    """
     if path.is_file():
         if path.name != MODEL:
-            raise ConfigurationError(f"{path} is no {MODEL}; only ONNX models with a signature are served")
+            problem = f"{path} is no {MODEL}; only ONNX models with a signature are served"
+            raise ConfigurationError(f"{problem}: hasten export RUN --onnx writes them")
         return path.parent
     weights, exported = path / WEIGHTS, path / MODEL
     if weights.exists() and (not exported.exists() or exported.stat().st_mtime < weights.stat().st_mtime):
@@ -174,7 +179,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigurationError(f"there is no address {host}: {error.strerror}") from None
+        raise ConfigurationError(f"there is no address {host}: {error.strerror}; choose another --host") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -17,12 +17,12 @@ LATENCIES = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1,
 
 
 class Shadow:
-    """Runs batches through both models in a thread of its own, in turns, and compares them.
+    """Runs batches through both models in a thread of its own, which of them first alternates, and compares them.
 
     Args:
         first: The model that answers.
         second: The model that is compared with it.
-        registry: Where its figures are read.
+        registry: Gets the metrics ``hasten_shadow_*``: samples, agreed samples, dropped and failed batches, seconds.
     """
 
     def __init__(self, first: Compute, second: Compute, registry: CollectorRegistry):
@@ -39,14 +39,14 @@ class Shadow:
         self.thread.start()
 
     def offer(self, inputs: tuple[numpy.ndarray, ...], scores: numpy.ndarray) -> None:
-        """Queues a batch that the first model has answered; leaves it out if too many wait."""
+        """Queues a batch and the ``scores`` that the first model answered; drops it if MAX_WAITING wait already."""
         try:
             self.waiting.put_nowait((inputs, scores))
         except queue.Full:
             self.dropped.inc()
 
     def close(self) -> None:
-        """Ends the thread after the batches that wait."""
+        """Waits until the queued batches are compared and the thread has ended."""
         self.waiting.put(None)
         self.thread.join()
 
@@ -70,7 +70,7 @@ class Shadow:
 
 
 def agreements(scores: numpy.ndarray, others: numpy.ndarray) -> int:
-    """The samples on which two models agree: the same largest score; for one score a difference of at most 1 %."""
+    """Number of samples on which two models agree: the same largest score, or a single score within 1 %."""
     if scores.shape != others.shape:
         return 0
     if scores.ndim > 1 and scores.shape[-1] > 1:

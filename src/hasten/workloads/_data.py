@@ -60,8 +60,9 @@ def find_file(path: str) -> Path | None:
 
 
 def create_file(path: str, write: Callable[[Path], None]) -> Path:
-    """Creates a file in the download directory; RunError if it cannot. ``write`` gets a temporary path, renamed at the
-    end.
+    """Creates the file ``path`` of the download directory and returns its full path; RunError if it cannot be written.
+
+    ``write`` gets a temporary path, which is renamed at the end.
     """
     target = _download_directory() / path
     partial = target.with_name(f".{target.name}.{os.getpid()}")
@@ -79,7 +80,7 @@ def create_file(path: str, write: Callable[[Path], None]) -> Path:
 
 
 def members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of every file in a tar.gz, in order; nothing is written to disk.
+    """(name, content) of every regular file in a tar.gz, in order; it is unpacked in memory, nothing goes to disk.
 
     ``tarfile`` takes 2.5 s for the images of CIFAR-10, and every measuring process waits for them. Names of more than
     100 characters are not supported. ConfigurationError if the archive is damaged, or no tar.gz.
@@ -141,7 +142,7 @@ def _download(file: File, path: Path) -> None:
 
 
 def _chunks(file: File) -> Iterator[bytes]:
-    """The content of the file's address in chunks, with a progress bar on stderr."""
+    """Downloads the content of the file's address in chunks, with a progress bar on stderr; RunError if that fails."""
     from rich.console import Console
     from rich.progress import wrap_file
 

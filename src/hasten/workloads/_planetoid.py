@@ -24,7 +24,9 @@ LABELED_PER_CLASS = 20
 
 
 def citation_task(name: str, sha256: dict[str, str], target: float) -> Task:
-    """The task of a citation graph, ``ind.NAME.*``; ``sha256`` is by name of the files.
+    """The task of the citation graph in the files ``ind.NAME.*``, which are downloaded if they are missing.
+
+    ``sha256``: file name -> checksum. ``target``: accuracy from 0 to 1.
 
     Features of a paper sum to 1. Papers without a row have no words, class 0, and belong to no split.
     """
@@ -92,7 +94,7 @@ def _edges(links: dict[int, list[int]], papers: int) -> torch.Tensor:
 def load_restricted(path: Path) -> Any:
     """The object in a pickle of Python 2 that holds arrays, sparse matrices, lists and dicts only.
 
-    ConfigurationError if it names anything else: nothing is imported or called for it.
+    ConfigurationError if it is damaged, or names anything else, which is neither imported nor called.
     """
     try:
         return _RestrictedUnpickler(io.BytesIO(path.read_bytes()), encoding="latin1").load()
@@ -129,7 +131,7 @@ ALLOWED = {
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Knows the names in ``ALLOWED`` only."""
+    """Raises UnpicklingError for every class or function that is not in ``ALLOWED``."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) not in ALLOWED:

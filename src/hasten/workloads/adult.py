@@ -50,8 +50,10 @@ def adult() -> Task:
 
 
 class People(Dataset):
-    """Sample: (6 standardized numbers, float32; 8 category codes, int64; 1 for more than 50,000 dollars, else 0). A
-    category that is not in the training data has code 0.
+    """Sample: (6 standardized numbers, float32; 8 category codes, int64; 1 for more than 50,000 dollars, else 0).
+
+    ``rows``: the fields of each person; ``scale``: mean and standard deviation of each number; ``categories``: the
+    values of each category in the order of their codes. Any other value has code 0.
     """
 
     def __init__(self, rows: list[list[str]], scale: tuple[numpy.ndarray, numpy.ndarray], categories: list[list[str]]):

@@ -56,7 +56,7 @@ def facebook_large() -> Task:
 
 
 def page_graph() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """(``Data`` with ``x``, ``edge_index`` and ``y``, nodes for training, nodes for validation)."""
+    """(``Data`` with ``x``, ``edge_index`` and ``y``, ids of the nodes for training, of those for validation)."""
     from torch_geometric.data import Data
 
     labels = _labels()

@@ -77,6 +77,6 @@ class TwoConvolutions(nn.Sequential):
 
 
 def _read_idx(name: str, header: int) -> numpy.ndarray:
-    """The uint8 values of an IDX file with a header of ``header`` bytes."""
+    """The uint8 values of a gzipped IDX file after its header of ``header`` bytes, 1-d; downloads it if missing."""
     path = download(File(f"fashion-mnist/{name}", ADDRESS + name, FILES[name]))
     return numpy.frombuffer(gzip.decompress(path.read_bytes()), numpy.uint8, offset=header)

@@ -106,7 +106,7 @@ def _reviews() -> dict[str, list[tuple[str, int]]]:
 
 
 def _subset(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the reviews of the subset."""
+    """(name, content) of the reviews in a tar.gz that belong to the subset, in its order."""
     for name, content in members(archive):
         if (match := REVIEW.fullmatch(name)) and int(match[2]) < LIMITS[match[1]]:
             yield name, content

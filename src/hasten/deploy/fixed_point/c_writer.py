@@ -14,8 +14,9 @@ NUMBERS_PER_LINE = 20
 def write_c(model: IntegerModel, directory: Path, task: str, classes: tuple[str, ...] | None = None) -> list[Path]:
     """Writes ``model.h`` and ``model.c`` into a directory; returns their paths.
 
-    ``model_run(input, output)`` computes the scores, int8. With ``-DMODEL_MAIN`` the file is a program: int8 samples
-    on standard input, int8 scores on standard output.
+    ``model_run(input, output)`` computes the int8 scores of one int8 sample, in static buffers: it is not reentrant.
+    With ``-DMODEL_MAIN`` the file is a program from int8 samples on standard input to int8 scores on standard output,
+    whose exit code is 1 after a partial last sample. ``task`` and ``classes`` are names for comments.
     """
     jinja: Any = importlib.import_module("jinja2")
     loader = jinja.PackageLoader("hasten.deploy.fixed_point", ".")
@@ -52,7 +53,7 @@ def write_c(model: IntegerModel, directory: Path, task: str, classes: tuple[str,
 
 
 def _buffers(model: IntegerModel) -> tuple[dict[str, str], list[int]]:
-    """(activation -> C name of its buffer, bytes of the buffers); a buffer is used again after its last reader."""
+    """(activation that is no view -> C name of its memory, bytes of each buffer, reused after its last reader)."""
     last_use = {model.storage(name): index for index, layer in enumerate(model.layers) for name in layer.inputs}
     slots, sizes = {model.input.name: "input", model.output.name: "output"}, list[int]()
     free: list[int] = []
@@ -74,12 +75,12 @@ def _buffers(model: IntegerModel) -> tuple[dict[str, str], list[int]]:
 
 
 def _comment(text: str) -> str:
-    """A text as part of a C comment: names come from data, and must not end it."""
+    """The text with ``_`` for all but letters, digits and `` _.,:-``, so that a name from data cannot end a comment."""
     return re.sub(r"[^A-Za-z0-9 _.,:-]", "_", text)
 
 
 def _numbers(values: Iterable[int]) -> str:
-    """Numbers of a C initializer, several a line."""
+    """The numbers of a C initializer, separated by commas, ``NUMBERS_PER_LINE`` a line."""
     texts = [str(int(value)) for value in values]
     lines = [", ".join(texts[i : i + NUMBERS_PER_LINE]) for i in range(0, len(texts), NUMBERS_PER_LINE)]
     return ",\n  ".join(lines)

@@ -21,7 +21,7 @@ LARGEST_DIFFERENCE = INT8_MAX - INT8_MIN  # of an activation and its zero point
 
 @dataclass(frozen=True)
 class Activation:
-    """An int8 tensor: its shape without the batch, (C, H, W) or (C,), and what its integers stand for."""
+    """An int8 tensor of ``shape`` (C, H, W) or (C,), without the batch; it means ``scale * (integer - zero_point)``."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Requantization:
-    """How int32 sums become int8: multipliers and shifts (one, or one an output channel), and the clamp."""
+    """Int32 sums to int8: ``sum * multiplier >> shift``, one pair or one per output channel, clamped to [low, high]."""
 
     multipliers: tuple[int, ...]
     shifts: tuple[int, ...]
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Linear(Layer):
-    """``weight``: int8 (outputs, inputs); ``bias``: int32 (outputs,)."""
+    """A fully connected layer. ``weight``: int8 (outputs, inputs); ``bias``: int32 (outputs,)."""
 
     weight: numpy.ndarray
     bias: numpy.ndarray
@@ -68,7 +68,7 @@ class Linear(Layer):
 
 @dataclass(frozen=True)
 class Convolution(Linear):
-    """``weight``: int8 (outputs, inputs / groups, kernel height, kernel width); ``pads``: top, left, bottom, right."""
+    """``weight``: int8 (outputs, inputs / groups, y, x); ``strides``: y, x; ``pads``: top, left, bottom, right."""
 
     strides: tuple[int, int]
     pads: tuple[int, int, int, int]
@@ -77,7 +77,7 @@ class Convolution(Linear):
 
 @dataclass(frozen=True)
 class Pooling(Layer):
-    """Maximum or mean of each window; the integers keep their scale. A mean has no padding."""
+    """Maximum or mean of windows of ``kernel`` (y, x); the integers keep their scale. A mean has no padding."""
 
     is_mean: bool
     kernel: tuple[int, int]
@@ -87,7 +87,7 @@ class Pooling(Layer):
 
 @dataclass(frozen=True)
 class Addition(Layer):
-    """Sum of two activations of one shape, each brought to the scale of the output; ``offset`` is in its integers."""
+    """Sum of two activations of one shape, each scaled by its multiplier / 2 ** shift; clamped to [low, high]."""
 
     multipliers: tuple[int, int]
     shift: int
@@ -97,12 +97,12 @@ class Addition(Layer):
 
 @dataclass(frozen=True)
 class IntegerModel:
-    """Layers in their order. The last activation holds the scores.
+    """An int8 model; the output of its last layer holds the scores.
 
     Attributes:
         activations: Every activation by name.
         layers: The layers in the order of computation.
-        views: Activation -> the one with the same integers in another shape that a layer wrote, or the input.
+        views: Name of a reshaped activation -> name of the one, written by a layer or the input, with its integers.
     """
 
     activations: dict[str, Activation]
@@ -110,12 +110,12 @@ class IntegerModel:
     views: dict[str, str]
 
     def storage(self, name: str) -> str:
-        """The activation that was computed, of one that may be a view of it."""
+        """The name of the activation that holds the integers of activation ``name``; itself unless that is a view."""
         return self.views.get(name, name)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the weights; 0 if no layer has any."""
+        """Bytes of weights, biases, multipliers and shifts of all layers; 0 if no layer has weights."""
         return sum(layer.bytes for layer in self.layers if isinstance(layer, Linear))
 
     @property
@@ -140,9 +140,9 @@ def activation_of(name: str, shape: tuple[int, ...], low: float, high: float) ->
 def quantize_weight(
     weight: numpy.ndarray, bias: numpy.ndarray, input_scale: float, per_channel: bool
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """(int8 weight, float64 scales: one a first dimension or a single one).
+    """(int8 weight, float64 scales: one per output channel, the first dimension, or a single one).
 
-    The scale of a channel whose weights are almost 0 follows from its bias, which must fit 31 bits.
+    The scale of a channel whose weights are almost 0 follows from its bias, which must not exceed ``MAX_BIAS``.
     """
     largest = numpy.abs(weight.reshape(len(weight), -1)).max(axis=1)
     least = numpy.maximum(largest / WEIGHT_MAX, numpy.abs(bias) / (input_scale * MAX_BIAS)).astype(numpy.float64)
@@ -153,7 +153,7 @@ def quantize_weight(
 
 
 def quantize_bias(bias: numpy.ndarray, scales: numpy.ndarray, weight: numpy.ndarray, layer: str) -> numpy.ndarray:
-    """The int32 bias in units of ``scales``; ConfigurationError if a sum of the layer could exceed 32 bits."""
+    """The int32 bias in units of ``scales``; ConfigurationError, naming ``layer``, if its sums could exceed 32 bits."""
     integers = numpy.rint(bias / scales)
     reach = numpy.abs(weight.astype(numpy.int64)).reshape(len(weight), -1).sum(axis=1) * LARGEST_DIFFERENCE
     if (reach + numpy.abs(integers)).max() > MAX_SUM:
@@ -162,7 +162,7 @@ def quantize_bias(bias: numpy.ndarray, scales: numpy.ndarray, weight: numpy.ndar
 
 
 def fixed_point(ratio: float) -> tuple[int, int]:
-    """(multiplier of at most 31 bits, shift), ``ratio`` = multiplier / 2 ** shift; ConfigurationError beyond that."""
+    """(31-bit multiplier, shift), ``ratio`` = multiplier / 2 ** shift; ConfigurationError unless 0 < ratio < 2**30."""
     mantissa, exponent = math.frexp(ratio)  # ratio = mantissa * 2 ** exponent, mantissa in [0.5, 1)
     multiplier, shift = round(mantissa * 2**31), 31 - exponent
     if multiplier == 2**31:

@@ -38,7 +38,10 @@ def measure_ranges(model: Path, batches: Iterable[Mapping[str, numpy.ndarray]], 
     Args:
         model: The float ONNX model.
         batches: Inputs by name.
-        fraction: Of the values that the range covers in each batch; the largest range of the batches counts.
+        fraction: Of the values that a range covers in each batch, between symmetric quantiles.
+
+    Returns:
+        Name of a float32 input or activation -> (lowest, highest value) over all batches.
     """
     onnx, runtime = require("onnx"), require("onnxruntime")
     proto = onnx.load(model)
@@ -66,11 +69,12 @@ def lower(model: Path, ranges: Ranges, per_channel: bool) -> IntegerModel:
 
     Args:
         model: The model, with batch normalization folded, as ``candidates.prepare`` writes it.
-        ranges: The range of every activation.
+        ranges: The range of every activation, from ``measure_ranges``.
         per_channel: Whether each output channel of a weight has a scale of its own.
 
     Raises:
-        ConfigurationError: The model has a layer that integer code cannot express, which the message names.
+        ConfigurationError: The model has a layer that integer code cannot express, which the message names, or its
+            input is not one float tensor of shape (batch, C) or (batch, C, H, W) with fixed C, H and W.
     """
     return _Lowering(require("onnx"), model, ranges, per_channel).run()
 
@@ -156,7 +160,7 @@ class _Lowering:
     def _weighted(
         self, node: Any, source: Activation, shape: tuple[int, ...], weight: numpy.ndarray, bias: numpy.ndarray
     ) -> tuple[tuple[str], str, numpy.ndarray, numpy.ndarray, Requantization]:
-        """The fields of a ``Linear``, with the clamp after it."""
+        """The fields of a ``Linear``, with the clamp after it fused: inputs, output, weight, bias, requantization."""
         output, clamp = self._output(node, shape)
         weight, bias = weight.astype(numpy.float64), bias.astype(numpy.float64)
         integers, scales = quantize_weight(weight, bias, source.scale, self.per_channel)
@@ -259,7 +263,7 @@ class _Lowering:
 
 
 def _is_plain(attributes: dict[str, Any]) -> bool:
-    """Whether a window has no dilation, and pads that the model states."""
+    """Whether a convolution or pooling has no dilation, and explicit pads (``auto_pad`` NOTSET or VALID)."""
     has_auto_pad = attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID")
     return not has_auto_pad and all(d == 1 for d in attributes.get("dilations", ()))
 

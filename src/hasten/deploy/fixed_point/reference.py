@@ -21,13 +21,13 @@ from hasten.deploy.fixed_point.layers import (
 
 
 def quantize_input(activation: Activation, values: numpy.ndarray) -> numpy.ndarray:
-    """Float inputs as int8."""
+    """Float inputs as the int8 integers of ``activation``; values outside its range are clipped."""
     integers = numpy.rint(values.astype(numpy.float64) / activation.scale) + activation.zero_point
     return numpy.clip(integers, INT8_MIN, INT8_MAX).astype(numpy.int8)
 
 
 def dequantize(activation: Activation, integers: numpy.ndarray) -> numpy.ndarray:
-    """The real values, float32, that integers stand for."""
+    """The real values, float32, that integers of ``activation`` stand for."""
     return ((integers.astype(numpy.float64) - activation.zero_point) * activation.scale).astype(numpy.float32)
 
 

@@ -30,7 +30,8 @@ class Adjacency:
         weights: Value of each edge, float, shape (edges,); None for ones. They receive no gradient.
 
     Raises:
-        ConfigurationError: The pointers or indices are not integers, not sorted, or out of range.
+        ConfigurationError: The pointers or indices are not integers, not sorted, or out of range; or the weights are
+            not one float per edge, or require a gradient.
     """
 
     indptr: torch.Tensor
@@ -68,7 +69,7 @@ class Adjacency:
         return cls(indptr, indices, num_sources, None if weights is None else weights.detach()[order])
 
     def _check(self) -> None:
-        """Raises ConfigurationError unless these are rows in order, of sources that exist."""
+        """Raises ConfigurationError unless ``indptr`` and ``indices`` are CSR rows of ascending sources that exist."""
         indptr, indices = self.indptr, self.indices
         if indptr.ndim != 1 or indices.ndim != 1 or not len(indptr) or int(indptr[0]) != 0:
             raise ConfigurationError("indptr must have one dimension and start with 0, and indices one dimension")
@@ -89,14 +90,14 @@ class Adjacency:
 
     @cached_property
     def edges_before_source(self) -> numpy.ndarray:
-        """Work of a backward pass before each source; on the CPU."""
+        """Number of edges that start in the sources before each source, int64, of shape (num_sources + 1,)."""
         counts = torch.bincount(self.indices, minlength=self.num_sources)
         return numpy.concatenate([[0], counts.cumsum(0).numpy()])
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A sorted graph, and the versions of the tensors that it was made of."""
+    """A sorted graph, the in-place versions of the tensors that it was made of, and weak references to them."""
 
     versions: list[int]
     adjacency: Adjacency
@@ -104,7 +105,9 @@ class Entry:
 
 
 class AdjacencyCache:
-    """Maps the tensors of a graph to its ``Adjacency``, as long as they live. A copied model has an empty one."""
+    """Maps the tensors of a graph to its ``Adjacency``, as long as they live; holds the ``CACHE_ENTRIES`` last used;
+    a copy or pickle of it is empty.
+    """
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
@@ -115,9 +118,12 @@ class AdjacencyCache:
     def get(
         self, tensors: tuple[torch.Tensor | None, ...], settings: Hashable, build: Callable[[], Adjacency]
     ) -> Adjacency:
-        """The matrix that ``build`` made of the same tensors, unchanged since, under the same settings."""
+        """The matrix that ``build`` made of these tensors with these settings; calls it if they are new or changed.
+
+        Results for inference tensors, which do not count their changes, are not stored.
+        """
         given = [tensor for tensor in tensors if tensor is not None]
-        if any(tensor.is_inference() for tensor in given):  # they do not count their changes
+        if any(tensor.is_inference() for tensor in given):
             return build()
         key, versions = (*map(id, tensors), settings), [in_place_version(tensor) for tensor in given]
         entry = self._entries.get(key)

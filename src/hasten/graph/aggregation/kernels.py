@@ -22,13 +22,13 @@ index = numpy.uint64
 
 @jit
 def choose_columns(x, bits, columns, begin, end):
-    """``columns[i]``: the columns of the k largest values of row i, ascending; of equal values, the first columns.
+    """Writes to ``columns[i]`` the columns of the k largest values of row i, ascending; of equal values, the first.
 
     NaN counts as larger than all numbers, as in ``torch.topk``.
 
     Args:
         x: Rows, float, shape (n, d).
-        bits: The same memory as int32 or int64: a key of which has the order of the numbers.
+        bits: ``x`` viewed as int32 (of float32) or int64 (of float64).
         columns: Result, shape (n, k).
         begin: First row of the range.
         end: Row after the last of the range.
@@ -53,7 +53,7 @@ def choose_columns(x, bits, columns, begin, end):
 
 @jit
 def _order_keys(x, bits, keys):
-    """Writes integers that have the order of the numbers: those of NaN are the largest, those of both zeros are 0."""
+    """Writes to ``keys`` integers in the order of the floats ``x``, from their ``bits``: NaN is largest, -0 is 0."""
     integer = keys.dtype.type  # without it, Numba computes in 64 bits, and a vector holds half as many
     largest, sign = integer(numpy.iinfo(keys.dtype).max), integer(8 * keys.itemsize - 1)
     for column in range(len(keys)):

@@ -27,7 +27,7 @@ INPUTS = "aggregations of features of the data, which no layer computed"
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """What the altered layers of a model share, as their attribute ``hasten_maxk``."""
+    """What the altered layers of a model share, as their attribute ``hasten_maxk``; ``calls`` as in ``apply_maxk``."""
 
     mask: MaxK
     calls: Counter[str]
@@ -45,7 +45,8 @@ def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None
     Args:
         model: Altered in place.
         k: Values that stay in each row.
-        calls: Counts how the altered layers aggregated; see ``SPARSE`` and ``INPUTS``.
+        calls: Counts aggregations of the altered layers by ``SPARSE`` or, if dense, the reason; in training those whose
+            input needs no gradient also by ``INPUTS``.
 
     Returns:
         The names of the altered layers.

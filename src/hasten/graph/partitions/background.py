@@ -54,7 +54,8 @@ class BackgroundProducer(Generic[T]):
         """The next item; permits one more.
 
         Raises:
-            ConfigurationError: the producer was stopped.
+            ConfigurationError: the producer was stopped, or all items have been read. An error of ``produce`` is raised
+                in its place, once.
         """
         self._permit(1)
         item = self._items.get()
@@ -74,7 +75,7 @@ class BackgroundProducer(Generic[T]):
         self._permits.put(STOP)
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until the thread has ended, at most ``timeout`` seconds."""
+        """Waits until the thread has ended, at most ``timeout`` seconds; raises the error of ``produce``, if any."""
         self.thread.join(timeout)
         self._raise_error()
 

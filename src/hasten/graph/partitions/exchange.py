@@ -209,13 +209,14 @@ class RankExchange:
             raise ConfigurationError(f"offsets must be int64 of one dimension; got {offsets.dtype} of shape {shape}")
         if len(offsets) - 1 != self.world_size:
             parts = len(offsets) - 1
-            raise ConfigurationError(f"the partition has {parts} parts, but there are {self.world_size} ranks")
+            problem = f"the partition has {parts} parts, but there are {self.world_size} ranks"
+            raise ConfigurationError(f"{problem}; start {parts} ranks, or make a partition for {self.world_size}")
         if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
             raise ConfigurationError(f"the offsets of a partition must ascend from 0; got {offsets.tolist()!r:.80}")
 
     @contextmanager
     def _peer_errors(self) -> Iterator[None]:
-        """Replaces errors of gloo about another rank by one line."""
+        """Raises CollectiveTimeout or PeerFailure in place of gloo's errors about another rank."""
         try:
             yield
         except RuntimeError as error:

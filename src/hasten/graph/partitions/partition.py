@@ -75,7 +75,8 @@ def partition_graph(
         indptr: int64, of shape (nodes + 1,): the edges into node n are ``indptr[n]`` to ``indptr[n + 1]`` (exclusive).
         indices: int64, of shape (edges,): their sources.
         num_parts: number of ranks.
-        algorithm: "metis" takes pymetis; "auto" takes METIS where pymetis is installed, and ranges otherwise.
+        algorithm: "metis" takes pymetis; "ranges" makes contiguous ranges of old ids; "auto" takes METIS where pymetis
+            is installed, and ranges otherwise.
         seed: of METIS.
 
     Raises:
@@ -119,7 +120,10 @@ def relabel_graph(partition: GraphPartition, indptr: Tensor, indices: Tensor) ->
 
 
 def take_part(partition: GraphPartition, indptr: Tensor, indices: Tensor, part: int) -> tuple[Tensor, Tensor]:
-    """The edges into the nodes of one part of a relabeled graph: an indptr of its own, and indices with all ids."""
+    """(indptr, indices) of the edges into the nodes of one part of a relabeled graph; copies.
+
+    ``indptr`` starts at 0 and has an entry per node of the part; ``indices`` has the ids of the whole graph.
+    """
     first, end = partition.bounds(part)
     own = indptr[first : end + 1]
     # a copy: a view would keep all edges in memory, and change with them
@@ -135,7 +139,7 @@ def edge_cut(partition: GraphPartition, indptr: Tensor, indices: Tensor) -> floa
 
 
 def save_partition(partition: GraphPartition, directory: str | Path) -> None:
-    """Writes the two files; a partition that lies there is replaced."""
+    """Writes ``partition.json`` and ``partition.safetensors``, or replaces them, in ``directory``; creates it."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     description = {"format": FORMAT} | {name: getattr(partition, name) for name in FIELDS}

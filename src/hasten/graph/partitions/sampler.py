@@ -60,7 +60,7 @@ class PartitionedSampler(ABC):
 
     @property
     def shared_settings(self) -> dict[str, Any]:
-        """What must be equal on all ranks, by name."""
+        """Name -> value of each setting that must be equal on all ranks, for ``RankExchange.agree``."""
         options = {"fanouts": self.fanouts, "seeds of the sampler": self.seed}
         return {"samplers": type(self).__name__, "numbers of nodes": self.num_nodes, **options}
 
@@ -72,7 +72,7 @@ class PartitionedSampler(ABC):
             epoch: number of the epoch.
 
         Raises:
-            ConfigurationError: a seed is out of range.
+            ConfigurationError: a seed is out of range; with ``VanillaSampler``, also if another rank owns it.
         """
         check_node_ids(seeds, self.num_nodes, "seed nodes")
         key = kernels.key_of(numpy.uint64(self.seed % 2**64), numpy.array([epoch]))
@@ -204,6 +204,9 @@ def _interleave(positions: Tensor, counts: Tensor, rows: Tensor) -> tuple[numpy.
         positions: a permutation: group i belongs at ``positions[i]``.
         counts: rows of each group.
         rows: of all groups, one after the other.
+
+    Returns:
+        The rows, then the number of rows of each group, both in the order of the positions.
     """
     ordered = torch.empty_like(counts)
     ordered[positions] = counts

@@ -13,10 +13,11 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def check_graph(data: Any, is_sorted: bool, backward: bool = False) -> None:
-    """ConfigurationError if an edge index is no integer, names a node that does not exist, or is not sorted as claimed.
+    """ConfigurationError if an edge index is no integer tensor of shape (2, edges), names a node that does not exist or
+    is not sorted although ``is_sorted``, or if the number of nodes of a type is unknown.
 
-    ``data`` is a Data or HeteroData of PyTorch Geometric; other graphs are checked in CSC form alone. Edges are sorted
-    by target, for backward sampling by source.
+    ``data`` is a Data or HeteroData of PyTorch Geometric; other graphs are checked in CSC form alone. ``is_sorted``
+    means by target, with ``backward`` by source.
     """
     for node_type in getattr(data, "node_types", ()):
         if data[node_type].num_nodes is None:
@@ -37,7 +38,9 @@ def check_graph(data: Any, is_sorted: bool, backward: bool = False) -> None:
 
 
 def check_attributes(data: Any, time_attr: str | None, weight_attr: str | None) -> None:
-    """ConfigurationError if a Data or HeteroData has no such times or weights, or damaged ones."""
+    """ConfigurationError if no node or edge of a Data or HeteroData has the attribute ``time_attr`` or ``weight_attr``,
+    if it is not one real number each, or if weights are negative, not finite or of infinite sum.
+    """
     nodes: list[Any] = list(getattr(data, "node_stores", ()))
     edges: list[Any] = list(getattr(data, "edge_stores", ()))
     for option, name, stores in (("time_attr", time_attr, nodes + edges), ("weight_attr", weight_attr, edges)):
@@ -53,7 +56,9 @@ def check_attributes(data: Any, time_attr: str | None, weight_attr: str | None) 
 
 
 def check_csc(name: str, indptr: Tensor, indices: Tensor, num_targets: int, num_sources: int) -> None:
-    """ConfigurationError if a CSC matrix has edges that do not exist, or targets or sources that do not."""
+    """ConfigurationError unless ``indptr`` has ``num_targets + 1`` pointers that ascend from 0 to the number of edges,
+    and ``indices`` holds sources in [0, num_sources); both integers. ``name`` begins the message.
+    """
     if indptr.dtype not in INTEGERS or indices.dtype not in INTEGERS:
         raise ConfigurationError(f"{name}: indptr and indices must be int64; got {indptr.dtype} and {indices.dtype}")
     if indptr.shape != (num_targets + 1,) or indices.ndim != 1:

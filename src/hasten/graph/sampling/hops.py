@@ -20,9 +20,13 @@ EdgeType = tuple[str, str, str]  # (type of the sources, name, type of the targe
 class EdgeMatrix:
     """The edges of one type in CSC form: those into node n are ``indptr[n]`` to ``indptr[n + 1]`` (exclusive).
 
-    ``indices``: their sources, int32 or int64. ``weights``: edges are drawn in proportion to them, so none of weight 0;
-    a fanout of -1 takes those, too. ``times``: edges later than the time of the seed are not drawn; sorted for each
-    node. ``node_times``, in their place: the time of each source is that of its edges.
+    Attributes:
+        indptr: int64, of shape (targets + 1,).
+        indices: source of each edge, int32 or int64, of shape (edges,).
+        weights: of each edge; a fanout from 0 up draws edges with probabilities proportional to them, so none of weight
+            0, and a fanout of -1 takes all. None: all edges are equally likely.
+        times: of each edge, ascending among the edges into a node; edges later than the time of the seed are not drawn.
+        node_times: of each source node, in place of ``times``: the time of a source is that of its edges.
     """
 
     indptr: Ids
@@ -38,7 +42,9 @@ class EdgeMatrix:
 
 @dataclass(frozen=True)
 class DrawOptions:
-    """``replace``: draws with replacement. ``latest``: takes the latest edges, not random ones, if they have times."""
+    """How edges are drawn: ``replace``: with replacement; ``latest``: the latest, not random ones, if edges have times;
+    ``threads``: the largest number of threads that draw.
+    """
 
     replace: bool = False
     latest: bool = False
@@ -47,7 +53,11 @@ class DrawOptions:
 
 @dataclass(frozen=True)
 class SampledEdges:
-    """Edges of one type: ``row`` and ``col`` number sources and targets; ``edges`` are positions in the matrix."""
+    """Sampled edges of one type, in three int64 arrays of shape (edges,).
+
+    ``row``, ``col``: source and target of each edge, as numbers of nodes in the sample. ``edges``: positions in the
+    ``EdgeMatrix``. ``by_hop``: number of edges of each hop; empty for an induced subgraph.
+    """
 
     row: Ids
     col: Ids
@@ -56,9 +66,9 @@ class SampledEdges:
 
 
 class EdgeBuffer:
-    """Edges of one type while hops are added. New memory takes as long as the draws, so that nothing is copied later.
+    """Collects the sampled edges of one type, hop by hop.
 
-    ``capacity``: edges that are expected.
+    ``capacity``: expected number of edges; a sample with more edges copies them to a larger array.
     """
 
     def __init__(self, capacity: int = 0):
@@ -66,7 +76,7 @@ class EdgeBuffer:
         self._by_hop: list[int] = []
 
     def add_hop(self, edges: int) -> tuple[Ids, Ids, Ids]:
-        """Space for the sources, targets and positions of so many edges."""
+        """Adds a hop of ``edges`` edges; returns views for the caller to fill: sources, targets, positions."""
         first = sum(self._by_hop)
         if first + edges > self._arrays.shape[1]:
             larger = numpy.empty((3, max(first + edges, 2 * self._arrays.shape[1])), numpy.int64)
@@ -94,16 +104,19 @@ def sample(
     options: DrawOptions = DEFAULT,
     expected: Mapping[EdgeType, int] | None = None,
 ) -> dict[EdgeType, SampledEdges]:
-    """Draws ``fanouts[type][hop]`` edges into each node that the hop before found first, for each hop and type of edge.
+    """Draws up to ``fanouts[type][hop]`` edges into each node that the hop before found first, by hop and type of edge.
 
     Args:
-        matrices: the graph, by type of edge; their order is part of the result.
+        matrices: the graph, by type of edge; the order of the types changes the result.
         numberings: by type of node; they hold the seeds, and get the nodes that are found.
         fanouts: edges for each node, by hop; -1 takes all.
-        key: a number below 2**64. The sample is a function of the key, the graph and the seeds.
+        key: a number below 2**64, from which all random numbers of the sample follow.
         seed_times: the time of each seed, where edges have times.
         options: how edges are drawn.
-        expected: about how many edges will be sampled, by type; saves time alone.
+        expected: about how many edges will be sampled, by type; it changes the memory and time, not the sample.
+
+    Returns:
+        The sampled edges by type of edge.
     """
     hops = max((len(by_hop) for by_hop in fanouts.values()), default=0)
     buffers = {edge_type: EdgeBuffer((expected or {}).get(edge_type, 0)) for edge_type in matrices}
@@ -142,7 +155,7 @@ def sample_hop(
         options: how edges are drawn.
 
     Returns:
-        The sources of the edges, their positions in the matrix, and the number of edges of each node.
+        int64: the sources of the edges, their positions in the matrix, and the number of edges of each node.
     """
     draws = _limit(matrix, nodes, fanout, None, options)
     sources, edges = (numpy.empty(draws.total, numpy.int64) for _ in range(2))
@@ -170,7 +183,7 @@ class _Draws:
 
 
 def _limit(matrix: EdgeMatrix, nodes: Ids, fanout: int, limits: NDArray | None, options: DrawOptions) -> _Draws:
-    """Which edges may be drawn into each node, and how many are."""
+    """The edges that may be drawn into each node, up to time ``limits[i]`` if given, and how many are drawn."""
     replace = options.replace and fanout >= 0  # all edges are all, not as many draws
     first, last = (numpy.empty(len(nodes), numpy.int64) for _ in range(2))
     offsets = numpy.zeros(len(nodes) + 1, numpy.int64)
@@ -194,7 +207,7 @@ def _limit(matrix: EdgeMatrix, nodes: Ids, fanout: int, limits: NDArray | None, 
 
 
 def _draw(matrix: EdgeMatrix, draws: _Draws, streams: Ids, key: int, threads: int, sources: Ids, edges: Ids) -> None:
-    """Writes the sources of the edges and their positions in the matrix."""
+    """Draws the edges; writes their sources to ``sources`` and their positions in the matrix to ``edges``."""
     pick, weights = (kernels.pick_weighted, (matrix.weights,)) if draws.is_weighted else (kernels.pick, ())
     inputs = (matrix.indices, *weights, streams, draws.first, draws.last, draws.replace, numpy.uint64(key))
     draws.run(threads, pick, inputs, (draws.offsets, edges, sources))
@@ -203,7 +216,7 @@ def _draw(matrix: EdgeMatrix, draws: _Draws, streams: Ids, key: int, threads: in
 def induce(
     matrices: Mapping[EdgeType, EdgeMatrix], numberings: Mapping[str, Numbering], options: DrawOptions = DEFAULT
 ) -> dict[EdgeType, SampledEdges]:
-    """All edges of the graph between nodes that have a number; there are no hops."""
+    """By type of edge, all edges of the graph whose source and target both have a number; ``by_hop`` is empty."""
     found = {}
     for edge_type, matrix in matrices.items():
         targets = numberings[edge_type[2]].nodes()

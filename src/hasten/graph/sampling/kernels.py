@@ -60,7 +60,7 @@ def edges_to_draw(available, fanout, replace):
 
 @jit
 def count(first, last, fanout, replace, begin, end, counts):
-    """``counts[i]``: edges to draw for node i of [begin, end), whose edges are [first[i], last[i])."""
+    """Writes ``counts[i]``: edges to draw for node i of [begin, end), whose edges are [first[i], last[i])."""
     for i in range(begin, end):
         counts[i] = edges_to_draw(last[i] - first[i], fanout, replace)
 
@@ -77,7 +77,7 @@ def count_weighted(first, last, weights, fanout, replace, begin, end, counts):
 
 @jit
 def edges_of(indptr, nodes, begin, end, first, last):
-    """The edges of node ``nodes[i]`` are ``first[i]`` to ``last[i]`` (exclusive) of the CSC matrix."""
+    """Writes the range of the edges of node ``nodes[i]`` in the CSC matrix, ``first[i]`` to ``last[i]`` (exclusive)."""
     for i in range(begin, end):
         prefetch(indptr, nodes[min(i + PREFETCH_DISTANCE, end - 1)])
         node = nodes[i]
@@ -121,8 +121,9 @@ def end_at_times(times, sources, limits, first, begin, end, last):
 def pick(indices, streams, first, last, replace, key, begin, end, offsets, edges, neighbors):
     """Draws ``offsets[i + 1] - offsets[i]`` edges for each node i of [begin, end), uniformly.
 
-    ``streams[i]`` (int64) selects the random stream. Without replacement by Floyd's method (Bentley and Floyd 1987):
-    as many draws as edges, none of which is rejected.
+    Writes their positions to ``edges`` and their sources to ``neighbors``. ``streams[i]`` (int64) selects the random
+    stream. Without replacement by Floyd's method (Bentley and Floyd 1987): as many draws as edges, none of which is
+    rejected.
     """
     done = offsets[begin]  # the sources of the edges before are written
     for i in range(begin, end):

@@ -13,7 +13,7 @@ SMALL_GRAPH = 2**30  # nodes; numbers of a sample, and those of samples before, 
 
 
 class NodeTable:
-    """Holds the number of every node of a graph during one sample; entries of earlier samples are below ``start``."""
+    """Node id -> number in the current sample: ``entries[id] - start``; below 0, the node has no number yet."""
 
     def __init__(self, num_nodes: int):
         self.entries = numpy.zeros(num_nodes, numpy.int32 if num_nodes < SMALL_GRAPH else numpy.int64)
@@ -21,7 +21,7 @@ class NodeTable:
         self.used = 0  # numbers of this sample
 
     def clear(self, seeds: int) -> None:
-        """Forgets all numbers, for a sample with so many seeds."""
+        """Makes all numbers invalid, before a sample with ``seeds`` seeds."""
         self.start += self.used
         if self.start + seeds + len(self.entries) > numpy.iinfo(self.entries.dtype).max:
             self.entries[:] = 0
@@ -72,9 +72,9 @@ class Numbering:
         self.by_hop: list[Ids] = [self._ids[: self.size]]
 
     def number(self, nodes: Ids, batch: Ids | None = None) -> None:
-        """Writes their numbers in the place of ``nodes``; those that are new belong to the next hop.
+        """Replaces each id in ``nodes`` by its number, in place; nodes without a number get one, in the next hop.
 
-        ``batch``: in disjoint samples, the seed of each node.
+        ``batch``: in disjoint samples, the number of the seed of each node; otherwise ignored.
         """
         self._reserve(min(len(nodes), len(self._table.entries)))
         self.size += kernels.number_nodes(
@@ -96,7 +96,7 @@ class Numbering:
         return numpy.maximum(self._table.entries[nodes].astype(numpy.int64) - self._table.start, -1)
 
     def batch_of_hop(self, hop: int) -> Ids | None:
-        """The seed that each node of a hop belongs to; None, since nodes belong to all seeds."""
+        """The number of the seed of each node of a hop; None here, since nodes belong to all seeds."""
         return None
 
     def streams(self, hop: int) -> Ids:
@@ -104,7 +104,7 @@ class Numbering:
         return self.by_hop[hop]
 
     def _reserve(self, more: int) -> None:
-        """Makes the array long enough for ``more`` ids."""
+        """Makes the array of ids long enough for ``more`` further ones."""
         if self.size + more > len(self._ids):
             larger = numpy.empty(max(self.size + more, 2 * len(self._ids)), numpy.int64)
             larger[: self.size] = self._ids[: self.size]
@@ -138,7 +138,7 @@ class DisjointNumbering(Numbering):
         return self._ids[: self.size] % self.num_nodes
 
     def batch(self) -> Ids:
-        """The seed that each node belongs to, by number."""
+        """For each node of the sample, in the order of the numbers, the number of its seed."""
         return self._ids[: self.size] // self.num_nodes
 
     def batch_of_hop(self, hop: int) -> Ids:

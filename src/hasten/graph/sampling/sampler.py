@@ -140,7 +140,7 @@ class NeighborSampler(pyg.NeighborSampler):
         return _homogeneous(output) if isinstance(seed, Tensor) else output
 
     def _key(self, seeds: Mapping[str, Ids]) -> int:
-        """What the sample is a function of, as a 64-bit hash."""
+        """A 64-bit hash of (seed, epoch, ids of the seed nodes), from which the random numbers of the sample follow."""
         key = numpy.uint64(self.seed % 2**64)
         for numbers in (self._epoch.numpy(), *seeds.values()):
             key = kernels.key_of(numpy.uint64(key), numbers)
@@ -155,7 +155,7 @@ class NeighborSampler(pyg.NeighborSampler):
 
     @contextmanager
     def _numberings(self, seeds: Mapping[str, Ids]) -> Iterator[dict[str, Numbering]]:
-        """Numberings of all types of nodes, with the seeds."""
+        """Numberings by type of node, with the seeds; valid within the ``with`` block."""
         none = numpy.empty(0, numpy.int64)
         if not self.disjoint:
             with self._tables.borrow() as tables:
@@ -170,7 +170,7 @@ class NeighborSampler(pyg.NeighborSampler):
         yield disjoint
 
     def _seed_times(self, seeds: Mapping[str, Ids], times: Mapping[str, Tensor] | None) -> NDArray | None:
-        """The time of each seed: those given, else the times of the seed nodes."""
+        """The time of each seed, over all types: ``times``, else that of the seed node; None if edges have no times."""
         if not self.is_temporal:
             return None
         if times is None:
@@ -206,7 +206,10 @@ class NeighborSampler(pyg.NeighborSampler):
         return {kind: self.to_rel_type[kind] for kind in sorted(self.edge_types)} if self.is_hetero else {EDGE: None}
 
     def _matrices(self) -> dict[EdgeType, EdgeMatrix]:
-        """The graph as NumPy arrays that share the memory of the tensors, made once in each process."""
+        """Type of edge -> its ``EdgeMatrix``, made once in each process.
+
+        Copies only what a kernel cannot use as it is; narrowed ids replace ``row``.
+        """
         if self._cached is None:
             self._cached = {edge_type: self._matrix(edge_type, name) for edge_type, name in self._edge_names().items()}
         return self._cached
@@ -227,7 +230,7 @@ class NeighborSampler(pyg.NeighborSampler):
             checks.check_times(label, times, indptr)
 
     def _matrix(self, edge_type: EdgeType, name: str | None) -> EdgeMatrix:
-        """The edges of one type."""
+        """The edges of one type; replaces ``row`` or ``row_dict[name]`` by the ids in the dtype for kernels."""
         indptr, indices = self._csc(name)
         sources = _narrow(indices, self._sizes()[edge_type[0]])
         if name is None:  # in place of PyTorch Geometric's own copy
@@ -245,7 +248,7 @@ class NeighborSampler(pyg.NeighborSampler):
         return indptr, indices
 
     def _times(self, edge_type: EdgeType, name: str | None) -> tuple[Tensor | None, Tensor | None]:
-        """Times of the edges of one type, or of their source nodes."""
+        """(times of the edges of one type, times of the nodes of its source type); None for what is not given."""
         return _of(self.edge_time, name), _of(self.node_time, None if name is None else edge_type[0])
 
     def _output(
@@ -280,14 +283,15 @@ def _of(values: Any, name: str | None) -> Any:
 
 
 def _array(values: Tensor) -> NDArray:
-    """Weights or times for a kernel, in the same memory, but half precision in 32 bits."""
+    """Weights or times for a kernel: the same memory, but a copy if not contiguous or to turn 16-bit floats to 32."""
     values = values.detach().contiguous()
     return (values.float() if values.dtype in (torch.float16, torch.bfloat16) else values).numpy()
 
 
 def _narrow(ids: Tensor, size: int) -> Tensor:
-    """Ids for reads at random places: 32 bits where they suffice, in NumPy's memory, which has huge pages, or shared as
-    the given ones are.
+    """Node ids below ``size`` as int32, or as int64 if ``size`` exceeds 2**31 - 1; a copy if ``ids`` has another dtype.
+
+    The copy is in NumPy's memory, which has huge pages, or in shared memory if ``ids`` is.
     """
     dtype = numpy.int32 if size < 2**31 else numpy.int64
     if ids.numpy().dtype == dtype:
@@ -305,7 +309,9 @@ def _homogeneous(output: pyg.HeteroSamplerOutput) -> pyg.SamplerOutput:
 
 @contextmanager
 def _as_with_pyg_lib() -> Iterator[None]:
-    """Lets PyTorch Geometric's constructor accept weights and times, which without pyg-lib it refuses."""
+    """Sets flags of ``torch_geometric.typing`` meanwhile, so that the constructor accepts weights and times without
+    pyg-lib. Threads wait for each other here.
+    """
     names = ("WITH_PYG_LIB", "WITH_EDGE_TIME_NEIGHBOR_SAMPLE", "WITH_WEIGHTED_NEIGHBOR_SAMPLE")
     flags: dict[str, Any] = torch_geometric.typing.__dict__
     with _flags_lock:

@@ -145,7 +145,10 @@ class BranchParallel(Method):
 
 
 def _keep_local_branches(model: nn.Module, blocks: list[BranchBlock], assignment: Assignment, run: RunContext) -> None:
-    """Moves the weights of branches that are assigned to other ranks to the meta device, in place."""
+    """Moves the weights of branches that are assigned to other ranks to the meta device, in place.
+
+    Records in ``run.parallel`` which parameters are replicated, and that evaluation needs all ranks.
+    """
     parallel = run.parallel
     assert parallel is not None
     held: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(parallel.model_parallel_size)}
@@ -258,7 +261,9 @@ def _replace_blocks(model: nn.Module, graphs: Graphs, blocks: list[BranchBlock],
 
 
 def _compute_all(block: BranchBlock, branches: list[torch.fx.GraphModule]) -> BlockFn:
-    """Computes all branches of a block on this rank, and checks that different ranks could compute them."""
+    """A function that computes all branches of a block on this rank, and raises RunError if different ranks could not:
+    a branch changes its inputs in place, or has an output that cannot be sent or has no gradient.
+    """
 
     def compute(*inputs: Any) -> list[torch.Tensor]:
         _check_not_recomputing()
@@ -293,8 +298,9 @@ def _check_not_recomputing() -> None:
 def _exchange_outputs(
     block: BranchBlock, branches: list[torch.fx.GraphModule], assignment: dict[BranchBlock, list[int]], run: RunContext
 ) -> BlockFn:
-    """Computes this rank's branches of a block; each rank broadcasts its outputs to all others.
+    """A function that computes this rank's branches of a block and broadcasts their outputs; a collective.
 
+    The function returns the outputs of all branches; RunError if their shapes vary for inputs of one shape.
     Shapes and dtypes of the outputs are exchanged once for each kind of input.
     """
     assert run.parallel is not None
@@ -347,7 +353,10 @@ def _enter(
 def _exchange_headers(
     outputs: Sequence[torch.Tensor | None], device: torch.device, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Shape and dtype of all outputs, on all ranks, in a CPU tensor of one row per output."""
+    """Shape and dtype of all outputs, one ``encode_meta`` row each, in a CPU tensor that is the same on all ranks.
+
+    A collective; ``outputs`` holds None for those that another rank computes.
+    """
     empty = torch.zeros(HEADER, dtype=torch.int64, device=device)
     headers = torch.stack([empty if output is None else encode_meta(output) for output in outputs])
     dist.all_reduce(headers, group=group)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch

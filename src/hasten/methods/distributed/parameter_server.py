@@ -191,7 +191,10 @@ class Connection:
         self.exchanges = 0
 
     def exchange(self) -> None:
-        """Sends the gradients of this step and replaces the weights by the newest ones."""
+        """Sends the gradients of this step to the server, removes them, and replaces the weights by the newest ones.
+
+        Waits while these lack more than ``staleness`` updates. The first call opens the connection, on all ranks.
+        """
         if self.group is None:
             self._open()
         weights = trained(self.run.unwrapped_model)

@@ -269,6 +269,9 @@ def _register_cpu_attention() -> None:
 
 
 def _shard_heads(outputs: int, inputs: int, *_: Any, attn_mask: Any = None, scale: Any = None) -> list[Any]:
-    """The sharding of an attention operation with so many tensors of shape (batch, heads, ...)."""
+    """[(placements of the outputs, of the arguments)] that shard an attention operation by heads.
+
+    It has ``outputs`` outputs and ``inputs`` tensor arguments of shape (batch, heads, ...), then four other arguments.
+    """
     heads, mask = Shard(1), None if attn_mask is None else Replicate()
     return [([heads] * outputs, [heads] * inputs + [None, None, mask, None])]
