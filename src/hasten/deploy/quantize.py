@@ -170,7 +170,7 @@ class _Search:
         self.layers: dict[str, float] = {}
         self.speed_of_torch: dict[int, Ratio] = {}
         self.float_seconds: dict[int, float] = {}
-        self.subset_value = 0.0  # metric of the float model over SUBSET_BATCHES
+        self.subset_value: float | None = None  # metric of the float model over SUBSET_BATCHES
 
     def prepare(self, directory: Path) -> None:
         """Exports the float model into ``directory``, checks it, takes its metric and reads the calibration batches."""
@@ -216,12 +216,18 @@ class _Search:
                 self.failed.append({"name": candidate.name, "why": "the budget is spent"})
                 continue
             self.on_progress(candidate.name, index / len(candidates), self._left())
-            try:
-                self.trials.append(self._try(candidate))
-            except (RunError, ConfigurationError) as error:
-                self.failed.append({"name": candidate.name, "why": str(error)})
+            self._add_trial(candidate)
         if not self.trials:
             raise ConfigurationError(f"no int8 model of {self.trained.task.name} can be made: {self.failed[0]['why']}")
+
+    def _add_trial(self, candidate: QuantizationCandidate) -> bool:
+        """Whether the int8 model could be made and evaluated; if not, ``failed`` gets the reason."""
+        try:
+            self.trials.append(self._try(candidate))
+        except (RunError, ConfigurationError) as error:
+            self.failed.append({"name": candidate.name, "why": str(error)})
+            return False
+        return True
 
     def _try(self, candidate: QuantizationCandidate, batches: int | None = None) -> QuantizationTrial:
         if candidate.kind == "integer":
@@ -271,8 +277,7 @@ class _Search:
                     losses[node] = loss
             # two layers may hurt only together; until one helps, the one that costs most alone is next
             in_float.append(min(losses, key=lambda node: (round(losses[node], 4), -self.layers[node])))
-            self.trials.append(self._try(candidate.keeping(in_float)))
-            if self.trials[-1].loss <= self.max_loss:
+            if self._add_trial(candidate.keeping(in_float)) and self.trials[-1].loss <= self.max_loss:
                 return
 
     def _subset_loss(self, candidate: QuantizationCandidate, what: str) -> float | None:
@@ -280,7 +285,7 @@ class _Search:
         if self._left(SEARCH_SHARE) <= 0.0:
             return None
         self.on_progress(what, 0.5, self._left())
-        if not self.subset_value:
+        if self.subset_value is None:
             self.subset_value = self.trained.evaluate(predictor_of(self.float_model), SUBSET_BATCHES)
         try:
             return self._loss(self._try(candidate, SUBSET_BATCHES).value, self.subset_value)

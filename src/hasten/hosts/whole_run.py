@@ -172,7 +172,7 @@ def run_to_end(trial: ScriptWorker, target: float | None = None, time_limit: flo
         step = marks[index][1] if index >= 0 else 0
         metric = value if math.isfinite(value) else None
         rows.append({"step": step, "samples": step * per_step, "seconds": at, "metric": metric})
-    if not pruned and rows and rows[-1]["metric"] is None:
+    if found and rows and rows[-1]["metric"] is None and not pruned:
         raise RunError(f"the metric is not a finite number at the end: {script.name} gives {found.values[-1]}")
     best = max if found and found.direction == "max" else min
     return {
