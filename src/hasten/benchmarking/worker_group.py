@@ -1,7 +1,8 @@
 """A Worker for each rank of a process group, used like a single Worker.
 
 Every call goes to all ranks and returns when all of them have returned. Result, progress and warnings are those of
-rank 0. The group ends with the first rank that fails by its own error, or when no rank has sent a message for too long.
+rank 0. Any error, a silence of ``timeout`` seconds or the deadline ends the group; the error reported is that of a rank
+that failed by itself rather than of one that lost its peer.
 The ranks meet through a store in this process, as they do under torchrun's agent.
 """
 

@@ -4,7 +4,8 @@
 training loop draws from. A method that changes how samples are read calls ``batches.with_spec(...)``; one that only
 changes finished batches wraps ``batches.epoch``. ``WorkerConfig`` changes when batches are ready, never the batches.
 
-The batches of an epoch are a function of (seed, epoch): a run resumes at any batch without replaying earlier ones.
+The batches of a ``seekable`` source are a function of (seed, epoch): a run resumes at any batch without replaying
+earlier ones. Others, such as the task's own DataLoader, are replayed from their stored random state.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def assign_mesh_dim(method: Method, run: RunContext, dimension: str) -> None:
             remedy = f"give one of them a degree, such as {method.name}:degree=2"
             raise ConfigurationError(f"{names} would each take all {world_size} processes; {remedy}")
         if min(degrees) < 2 or world_size % math.prod(degrees):
-            rule = "each takes 2 or more, and their product has to divide the processes"
+            rule = "each takes 2 or more, and their product has to divide the number of processes"
             raise ConfigurationError(f"{names} do not fit {world_size} processes: {rule}")
     parallel.model_parallel_size = math.prod(degrees)
     parallel.pp_size = dict(zip(parallel.mesh_dim_owner, degrees, strict=True)).get("pp", 1)

@@ -159,7 +159,7 @@ class ModuleSource:
     def _lines(self, node: Any) -> tuple[int, int]:
         """(start, end) byte of a statement's lines, including decorators and the comment directly above."""
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-        lines = self.text.splitlines()
+        lines = self.text.split("\n")  # as ast counts lines: a form feed ends none
         while first > 1 and lines[first - 2].lstrip().startswith("#") and node in self.tree.body:
             first -= 1
         return self._starts[first - 1], self._starts[node.end_lineno]

@@ -1,7 +1,7 @@
-"""One arm of a comparison, as ``benchmarking.arm.Arm``, but of a script that runs its own loop.
+"""Arms and probes of a comparison, used like ``benchmarking.arm.Arm``, of a script that runs its own loop.
 
-The script runs in a process group of its own and stands still between two calls. A script that ends is started again;
-no time of a step or an evaluation includes the restart.
+The script runs in an operating-system process group of its own and waits between two calls. A script that ends is
+started again; no time of a step or an evaluation includes the restart.
 """
 
 from __future__ import annotations

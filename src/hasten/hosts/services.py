@@ -27,7 +27,7 @@ DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 
 
 class ScriptDescription(ScriptWorker):
-    """Watches the first run of a script, without any method."""
+    """The ``Description`` of a script: runs it without any method for a part of the budget, and returns what it saw."""
 
     def facts(self, processes: int) -> dict[str, Any]:
         """The keys of ``tuning.trial.Description.facts``, from a watched run of the script, and: ``no_whole_run``, why

@@ -45,7 +45,10 @@ class Budget:
         return self.total - self.spent - self.reserved - self.withheld
 
     def deadline(self) -> float | None:
-        """Reading of ``time.monotonic`` at which a trial that began now is ended; None while the budget is infinite."""
+        """Reading of ``time.monotonic`` at which a trial that began now is ended; None while the budget is infinite.
+
+        It has all seconds left except those reserved, and may run into those withheld.
+        """
         if math.isinf(self.total):
             return None
         return self.clock() + max(0.0, min(self.total - self.spent, self._wall_left()) - self.reserved)

@@ -45,7 +45,9 @@ def _with_effect(study: Study, base: Recipe, savers: Recipe) -> tuple[Recipe, di
 
 
 def memory_savers(facts: frozenset[str]) -> Recipe:
-    """All bit-exact methods that save memory and can act in a run with these facts."""
+    """A recipe of all bit-exact methods whose cards name them a remedy for "out_of_memory" (with the options given
+    there) and that apply to a run with these facts.
+    """
     cards = cards_that_state("remedy_for")
     return Recipe(
         {
