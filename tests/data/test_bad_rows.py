@@ -105,3 +105,17 @@ def test_known_bad_rows_are_asked_of_the_innermost_source_only():
     named.source = "numbers.txt"
     assert rows(Pipeline(named).batch(10)) == [*range(20)]
     assert rows(Pipeline(Subset(Known([30]), 20)).batch(10)) == [*range(20)]
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("short", [0, 1])
+def test_source_that_returns_fewer_rows_than_asked_is_an_error(short, cache):
+    class Short(Subset):
+        def read(self, rows):
+            columns = [torch.as_tensor(rows), torch.as_tensor(rows)]
+            columns[short] = columns[short][: len(rows) - 1]
+            return tuple(columns)
+
+    pipeline = Pipeline(Short(None, 64))
+    with pytest.raises(RunError, match=r"Short.read returned \d+ rows for the \d+ asked for; raise BadRow"):
+        list((pipeline.cache(cache) if cache else pipeline).batch(16))

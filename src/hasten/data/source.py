@@ -108,7 +108,7 @@ class BadRowPolicy:
             bad, rows = [self.found[row] for row in rows[known].tolist()], rows[~known]
         while len(rows):
             try:
-                return source.read(rows), rows, bad
+                return read_rows(source, rows), rows, bad
             except BadRow as fault:
                 lost = numpy.isin(rows, fault.rows)
                 bad += [BadRow(row, fault.where, fault.why) for row in rows[lost].tolist()] or [fault]
@@ -139,6 +139,17 @@ class BadRowPolicy:
             return RunError(f"{fault}; repair it, or allow bad rows to be skipped: {how}")
         limit = f"it is bad row number {self.max_rows + 1}, and max_rows={self.max_rows} may be skipped"
         return RunError(f"{fault}; {limit}; repair it, or allow more")
+
+
+def read_rows(source: Source, rows: numpy.ndarray) -> Any:
+    """Returns ``source.read(rows)``. RunError if a source of the user's returns another number of rows."""
+    columns = source.read(rows)
+    if not type(source).__module__.startswith("hasten."):
+        for column in column_leaves(columns):
+            if len(column) != len(rows):
+                problem = f"{type(source).__name__}.read returned {len(column)} rows for the {len(rows)} asked for"
+                raise RunError(f"{problem}; raise BadRow for a row that cannot be read")
+    return columns
 
 
 def refuse_bad(rows: numpy.ndarray, bad: Mapping[int, tuple[str, str]]) -> None:

@@ -33,6 +33,7 @@ from hasten.data.source import (
     WrappedSource,
     column_leaves,
     map_columns,
+    read_rows,
     refuse_bad,
     unbatch,
 )
@@ -83,7 +84,7 @@ class Mapped(WrappedSource):
         self._passthrough: frozenset[tuple] | None = None  # computed at the first read
 
     def read(self, rows: numpy.ndarray) -> Any:
-        columns = self.source.read(rows)
+        columns = read_rows(self.source, rows)
         samples, lists = self._mapped(unbatch(columns)), lists_of(columns)
         try:
             return collate_nested(samples, lists, self._passthrough_paths() if lists else frozenset())
