@@ -221,8 +221,8 @@ def test_compare_repetitions_beyond_the_budget_raise():
     check_blocks_are_fair(recipe, plan, 500, longest=200.0)
     with pytest.raises(
         RunError,
-        match="synchronizes every 500 steps, so that 3 fair blocks take 150 s, and the budget allows 40; give a "
-        "larger one",
+        match="synchronizes every 500 steps, so that 3 fair blocks take 150 s, and the budget allows 40 s; give a "
+        "larger budget",
     ):
         check_blocks_are_fair(recipe, plan, 500, longest=40.0)
 

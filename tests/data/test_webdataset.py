@@ -207,5 +207,5 @@ def test_missing_field_error_names_the_present_ones(tmp_path):
     pack(tmp_path / "a.tar", sample(1))
     with pytest.raises(ConfigurationError, match=r"ends in \.jsn \(did you mean json\?\)"):
         webdataset(tmp_path, columns=["jsn"])
-    with pytest.raises(ConfigurationError, match="at least one column to predict from"):
+    with pytest.raises(ConfigurationError, match="no column to read"):
         webdataset(tmp_path, columns=["cls"], target="cls")

@@ -50,7 +50,7 @@ def test_mesh_has_the_requested_sizes(world, shards, stages, expected):
             4,
             4,
             "cut:degree=4 and row:degree=4 do not fit 8 processes: each takes 2 or more, and their product"
-            " has to divide the processes",
+            " has to divide the number of processes",
         ),
         (12, 2, 4, "cut:degree=2 and row:degree=4 do not fit 12 processes"),
         (4, 3, 0, "cut:degree=3 does not divide 4 processes; take 2 or 4"),

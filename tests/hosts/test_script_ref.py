@@ -146,7 +146,7 @@ def test_missing_sites_name_what_did_not_come_again():
 
 def test_candidates_that_a_script_cannot_run_are_left_out_with_the_reason(tmp_path):
     (tmp_path / "train.py").touch()
-    ref = ScriptRef.of_command(["python", "train.py"], directory=str(tmp_path))
+    ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(tmp_path))
     study = Study(ref, "cpu", TrialStore(tmp_path, {}), Budget(10.0), no_progress)
     diagnosis = {"advice": [{"method": name, "bound": 2.0} for name in ("batch_size", "in_memory_batches")]}
     found = candidates_for(diagnosis, MethodSelection.of(None, ()), study.refusal)
@@ -164,7 +164,7 @@ def test_method_that_changes_the_optimizer_is_refused_where_the_first_run_had_no
     assert study.refusal(fused) == "", "nothing is known before the first run"
     of_keras = {"site": "train.py:1#1", "type": "Adam", "made_by": "keras"}
     site_map.remember(ref, {"sites": {"optimizers": [of_keras]}, "watched_steps": 9})
-    assert "train.py updates without one" in study.refusal(fused)
+    assert "train.py has none; leave the method out" in study.refusal(fused)
     assert study.refusal(Recipe.parse("in_memory_batches")) == ""
 
 
