@@ -163,7 +163,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--threads", type=int, default=2)
     options.add_argument("--batch-size", type=int, default=1_024, help="seeds of a batch")
-    options.add_argument("--batches", type=int, default=20, help="of a turn, instead of a whole epoch")
+    options.add_argument("--batches", type=int, default=6, help="of a turn, instead of a whole epoch")
     options.add_argument("--nodes", type=int, default=1_000_000, help="of the generated graph")
     options.add_argument("--edges", type=int, default=50_000_000, help="of the generated graph")
     options = options.parse_args()

@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from hasten import Card, ConfigurationError, Exactness, Method, Task, WrapOrder
+from hasten import Card, ConfigurationError, Exactness, Method, RunError, Task, WrapOrder
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.plan import build
 from helpers import engine_tasks
@@ -56,6 +56,25 @@ def test_method_that_changes_the_epoch_requires_one(hook):
     )
     with pytest.raises(ConfigurationError, match="changes requires monolithic_forward, which cuts invalidates"):
         check_conflicts([changes, cuts])
+
+
+def failing(inner, run):
+    raise ValueError("no such layer")
+
+
+@pytest.mark.parametrize("hook", ["data", "model", "loss", "optimizer", "forward_backward", "zero_grad"])
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (lambda self, inner, run: None, ConfigurationError, "returns None; it must return what it was given"),
+        (lambda self, inner, run: failing(inner, run), RunError, "failed: ValueError: no such layer (test_plan.py"),
+        (lambda self, inner: inner, RunError, "failed: TypeError: .*takes 2 positional arguments but 3 were given"),
+    ],
+    ids=["returns None", "raises", "wrong signature"],
+)
+def test_hook_that_returns_nothing_or_fails_is_named(hook, body, error, message):
+    with pytest.raises(error, match=f"the hook '{hook}' of the method 'broken' {message}".replace("(test", r"\(test")):
+        build(engine_tasks.map_style(), [method("broken", {hook: body})])
 
 
 def test_later_methods_wrap_earlier_ones_and_a_replacement_is_innermost():

@@ -370,6 +370,14 @@ def test_metric_that_returns_text_is_refused():
         train(task)
 
 
+def test_observer_that_fails_is_named():
+    def counting(records):
+        return records[0]["losss"]
+
+    with pytest.raises(RunError, match=r"the observer .*counting failed: KeyError: 'losss' \(test_train.py line \d+\)"):
+        train(engine_tasks.map_style(), observers=[counting])
+
+
 @pytest.mark.parametrize("observers", [print, ["print"]])
 def test_observers_that_are_no_list_of_functions_are_refused(observers):
     with pytest.raises(ConfigurationError, match=r"write observers=\[function\]"):

@@ -487,4 +487,5 @@ def test_values_of_held_out_data_that_came_once_are_proposed_before_those_of_tra
     lines = ["Epoch: 0 recon loss: 355.4 kld loss: 11.1", "Test recon loss: 296.1 test kld loss: 12.1"]
     found = find_metric([(float(at), line, False) for at, line in enumerate(lines)])
     assert isinstance(found, Ambiguous)
+    assert found.reason.startswith("the numbers of held-out data were printed only once")
     assert [one.name for one in found.candidates][:2] == ["Test recon loss", "test kld loss"]

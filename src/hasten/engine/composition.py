@@ -1,12 +1,14 @@
-"""Which methods act in a run, in which order, and which cannot be combined. Computed from their cards."""
+"""Which methods act in a run, in which order, and which cannot be combined, by their cards; calls their hooks."""
 
 from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
+from typing import Any
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of, required_traits
 from hasten.core.run_context import RunContext
+from hasten.engine.error_messages import explain_error
 
 NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
 
@@ -21,6 +23,23 @@ def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Metho
         if "distributed" in method.card.applies_to:
             run.report_no_effect(method, NO_EFFECT_ALONE)
     return [method for method in methods if "distributed" not in method.card.applies_to]
+
+
+def call_hook(method: Method, hook: str, thing: Any, run: RunContext) -> Any:
+    """What the hook of a method puts in the place of ``thing``.
+
+    Raises:
+        ConfigurationError: The hook returns None: a ``return`` was forgotten.
+        RunError: The hook fails. The error names the method and the hook.
+    """
+    name = f"the hook {hook!r} of the method {method.name!r}"
+    try:
+        replacement = getattr(method, hook)(thing, run)
+    except Exception as error:
+        raise explain_error(error, name, getattr(run.task, "batch_size", None) or 0) from error
+    if replacement is None:
+        raise ConfigurationError(f"{name} returns None; it must return what it was given, or a replacement of it")
+    return replacement
 
 
 def sort_methods(methods: Sequence[Method]) -> list[Method]:

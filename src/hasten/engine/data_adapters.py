@@ -22,6 +22,7 @@ from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
 from hasten.core.types import Batch
 from hasten.distributed.batch_sharding import ShardLog, check_batch_divisible, shard_batches
+from hasten.engine.composition import call_hook
 from hasten.engine.loaders import from_iterable_dataset, from_loader, from_spec, length_of
 from hasten.utils.rng import derive_seed, preserve_rng_state
 
@@ -120,7 +121,7 @@ def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
 
 def apply_data_hook(method: Method, inner: BatchSource, run: RunContext) -> BatchSource:
     """Calls a method's ``data`` hook. A plain iterable of batches that it returns becomes a BatchSource."""
-    outer: Any = method.data(inner, run)
+    outer = call_hook(method, "data", inner, run)
     if isinstance(outer, BatchSource):
         return outer
 

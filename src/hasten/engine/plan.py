@@ -27,7 +27,7 @@ from hasten.distributed.batch_sharding import (
 )
 from hasten.distributed.deferred_init import deferred_init
 from hasten.engine import data_adapters
-from hasten.engine.composition import applicable_methods, check_fits_task
+from hasten.engine.composition import applicable_methods, call_hook, check_fits_task
 from hasten.engine.effects import EffectObserver
 from hasten.engine.forward import accumulate_gradients, loss_type_error, make_forward, own_loss
 from hasten.engine.metrics import MetricAccumulator, higher_is_better
@@ -129,7 +129,7 @@ def _fold(methods: Sequence[Method], run: RunContext, hook: str, thing: Any) -> 
     """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
     for method in sorted(methods, key=lambda method: hook not in method.card.replaces):
         if hook in hooks_of(method):
-            thing = getattr(method, hook)(thing, run)
+            thing = call_hook(method, hook, thing, run)
     return thing
 
 

@@ -219,7 +219,11 @@ class Trainer:
 
     def _observe(self, records: list[dict[str, Any]]) -> None:
         for observer in self.observers:
-            observer(records)
+            try:
+                observer(records)
+            except Exception as error:
+                name = getattr(observer, "__qualname__", type(observer).__qualname__)
+                raise explain_error(error, f"the observer {name}", 0) from error
 
     def _next_evaluation(self) -> float:
         """The number of samples at which the next evaluation is due; infinite if evaluations follow epochs."""

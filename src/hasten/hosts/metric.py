@@ -69,7 +69,9 @@ def choose_metric(series: Sequence[Series]) -> Found | Ambiguous | None:
     named = [one for one in series if meaning_of(one.name).direction and _is_plausible(one)]
     if named:
         named.sort(key=lambda one: (one.phase in HELD_OUT, meaning_of(one.name).kind, len(one.values)), reverse=True)
-        return Ambiguous("no value is known to be measured on held-out data", _distinct(named))
+        once = any(one.phase in HELD_OUT for one in named)
+        why = "the numbers of held-out data were printed only once, as an option of the script would be"
+        return Ambiguous(why if once else "no value is known to be measured on held-out data", _distinct(named))
     return None
 
 

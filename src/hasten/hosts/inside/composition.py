@@ -21,7 +21,7 @@ from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
 from hasten.core.run_context import EngineServices, RunContext, TrainPlan
-from hasten.engine.composition import applicable_methods
+from hasten.engine.composition import applicable_methods, call_hook
 from hasten.engine.data_adapters import apply_data_hook
 from hasten.engine.effects import EffectObserver
 from hasten.engine.loaders import from_loader
@@ -70,7 +70,7 @@ class Composition:
         """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
         for method in sorted(self.methods, key=lambda method: hook not in method.card.replaces):
             if hook in hooks_of(method):
-                thing = getattr(method, hook)(thing, self.run)
+                thing = call_hook(method, hook, thing, self.run)
         return thing
 
     def enter_process(self, own_threads: int | None = None) -> None:
