@@ -221,9 +221,10 @@ class Trainer:
         for observer in self.observers:
             try:
                 observer(records)
-            except Exception as error:
+            except Exception as error:  # stays as it is: an observer may end a run by an error of its own
                 name = getattr(observer, "__qualname__", type(observer).__qualname__)
-                raise explain_error(error, f"the observer {name}", 0) from error
+                error.add_note(f"raised by the observer {name}")
+                raise
 
     def _next_evaluation(self) -> float:
         """The number of samples at which the next evaluation is due; infinite if evaluations follow epochs."""

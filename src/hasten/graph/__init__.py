@@ -9,9 +9,11 @@ except ImportError as error:
     raise ConfigurationError(f"{error.name} is not installed; pip install 'hasten[graph]'") from None
 
 from hasten.graph.aggregation.adjacency import Adjacency
+from hasten.graph.aggregation.aggregate import aggregate
 from hasten.graph.aggregation.cbsr import CBSR
-from hasten.graph.aggregation.layers import apply_maxk
-from hasten.graph.aggregation.maxk import MaxK, aggregate, compress, maxk
+from hasten.graph.aggregation.fused_layers import fuse_aggregation
+from hasten.graph.aggregation.maxk import MaxK, compress, maxk
+from hasten.graph.aggregation.maxk_layers import apply_maxk
 from hasten.graph.features import InMemoryFeatures, MemoryMappedFeatures
 from hasten.graph.partitions.exchange import RankExchange
 from hasten.graph.partitions.loader import PartitionedLoader
@@ -35,6 +37,7 @@ __all__ = [
     "aggregate",
     "apply_maxk",
     "compress",
+    "fuse_aggregation",
     "load_partition",
     "maxk",
     "partition_graph",

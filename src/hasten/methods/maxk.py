@@ -46,7 +46,7 @@ class MaxKAggregation(Method):
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if "torch_geometric" not in sys.modules:  # importing it takes seconds, and the model can have no layer of it
             return run.report_no_effect(self, f"the model has no {LAYERS}", model)
-        from hasten.graph.aggregation.layers import apply_maxk, input_width, maxk_layers
+        from hasten.graph.aggregation.maxk_layers import apply_maxk, input_width, maxk_layers
 
         calls: Counter[str] = Counter()
         layers = apply_maxk(model, self.k, calls)
@@ -62,7 +62,7 @@ class MaxKAggregation(Method):
 
 def _observe(layers: int, k: int, calls: Counter[str]) -> Generator[None, None, str]:
     """Effect check: how the altered layers aggregated in one step."""
-    from hasten.graph.aggregation.layers import INPUTS, SPARSE
+    from hasten.graph.aggregation.maxk_layers import INPUTS, SPARSE
 
     calls.clear()
     yield

@@ -3,7 +3,7 @@
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,10 @@ class Adjacency:
         num_sources: Columns of the matrix.
         weights: Value of each edge, float, shape (edges,); None for ones. They receive no gradient.
 
+    Args:
+        check_invariants: Whether to check all positions. ``aggregate`` reads memory there without a check; False is for
+            matrices that are right by construction.
+
     Raises:
         ConfigurationError: The pointers or indices are not integers, not sorted, or out of range; or the weights are
             not one float per edge, or require a gradient.
@@ -38,8 +42,11 @@ class Adjacency:
     indices: torch.Tensor
     num_sources: int
     weights: torch.Tensor | None = None
+    check_invariants: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, check_invariants: bool) -> None:
+        if not check_invariants:
+            return
         _check_integer(indptr=self.indptr, indices=self.indices)
         check_integer("num_sources", self.num_sources, 0, MAX_NODES)
         object.__setattr__(self, "indptr", self.indptr.to(torch.int64).contiguous())
@@ -66,7 +73,8 @@ class Adjacency:
         if weights is not None:
             _check_weights(weights, edge_index[0])
         indptr, indices, order = _sorted(edge_index, num_sources, num_targets)
-        return cls(indptr, indices, num_sources, None if weights is None else weights.detach()[order])
+        weights = None if weights is None else weights.detach()[order]
+        return cls(indptr, indices.to(torch.int32), num_sources, weights, check_invariants=False)
 
     def _check(self) -> None:
         """Raises ConfigurationError unless ``indptr`` and ``indices`` are CSR rows of ascending sources that exist."""
@@ -87,6 +95,14 @@ class Adjacency:
     @property
     def num_rows(self) -> int:
         return len(self.indptr) - 1
+
+    @cached_property
+    def transposed(self) -> "Adjacency":
+        """The matrix with every edge reversed, as the gradient of an aggregation needs it."""
+        rows = torch.repeat_interleave(self.indptr.diff())  # of each edge
+        indptr, indices, order = _sorted(torch.stack([rows, self.indices]), self.num_rows, self.num_sources)
+        weights = None if self.weights is None else self.weights[order]
+        return Adjacency(indptr, indices.to(torch.int32), self.num_rows, weights, check_invariants=False)
 
     @cached_property
     def edges_before_source(self) -> numpy.ndarray:

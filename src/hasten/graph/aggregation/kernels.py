@@ -1,4 +1,4 @@
-"""Numba kernels of MaxK: choose the k largest values of rows, multiply by a matrix in CBSR, and its gradient.
+"""Numba kernels: choose the k largest values of rows; products of a graph with dense rows and with CBSR; gradients.
 
 Every kernel works on a range of rows and releases the GIL; ``threads.py`` calls it for all ranges in threads. A
 range writes to its own rows only, and adds in the order of the edges, so the bits are the same for any number of
@@ -15,6 +15,7 @@ from hasten.graph.prefetch import prefetch
 
 AHEAD = 12  # edges between a prefetch and its use: the source rows are at random places in memory
 LINE_BYTES = 64  # bytes of a cache line
+SHORT_ROW = 32  # edges, up to which a row is sorted by insertion
 
 jit = numba.njit(nogil=True, cache=True)
 index = numpy.uint64
@@ -79,6 +80,45 @@ def _kth_largest(keys, k):
         if count == k:
             break
     return low
+
+
+@jit
+def spmm(indptr, indices, weights, mean, x, out, begin, end):
+    """Rows [begin, end) of ``out = A @ X``: product of a CSR matrix and a dense matrix.
+
+    Args:
+        indptr: Row pointers of A, int64, shape (rows + 1,).
+        indices: Columns of A: sources of the edges, int32, shape (edges,).
+        weights: Values of A, shape (edges,), or empty for ones.
+        mean: Whether each row is divided by its number of edges.
+        x: The dense matrix, flat, shape (sources * width,).
+        out: Result, float, shape (rows, width).
+        begin: First row of the range.
+        end: Row after the last of the range.
+    """
+    width = out.shape[1]
+    per_line = LINE_BYTES // x.itemsize
+    for row in range(begin, end):
+        total = out[row]
+        total[:] = 0
+        first, last = indptr[row], indptr[row + 1]
+        for edge in range(first, last):
+            ahead = numba.int64(indices[min(edge + AHEAD, len(indices) - 1)]) * width
+            for offset in range(0, width, per_line):
+                prefetch(x, ahead + offset)  # pyright: ignore[reportCallIssue]
+            place = numba.int64(indices[edge]) * width
+            source = x[place : place + width]
+            if len(weights):
+                weight = weights[edge]
+                for column in range(width):
+                    total[column] += weight * source[column]
+            else:
+                for column in range(width):
+                    total[column] += source[column]
+        if mean and last > first:
+            scale = x.dtype.type(1 / (last - first))
+            for column in range(width):
+                total[column] *= scale
 
 
 @jit
@@ -157,14 +197,23 @@ def _prefetch_row(values, columns, row, k):
 
 @jit
 def sort_edges(sources, targets, num_sources, num_targets):
-    """The CSR form of edges, sorted by (target, source): two stable counting sorts.
+    """The CSR form of edges, sorted by (target, source), stable: two counting sorts.
+
+    Where the edges are sorted by target, as those of a sampled batch are, each short row is sorted by itself.
 
     Returns:
         Row pointers, int64, shape (num_targets + 1,); sources in their new order, int32; positions that the edges had
         before, int64.
     """
-    by_source = _counting_sort(sources, numpy.arange(len(sources)), num_sources)[1]
-    indptr, order = _counting_sort(targets, by_source, num_targets)
+    order = numpy.arange(len(sources))
+    longest = _longest_run(targets)
+    if 0 < longest <= SHORT_ROW:
+        indptr = _row_pointers(targets, num_targets)
+        for row in range(num_targets):
+            _insertion_sort(sources, order, indptr[row], indptr[row + 1])
+    else:
+        by_source = _counting_sort(sources, order, num_sources)[1]
+        indptr, order = _counting_sort(targets, by_source, num_targets)
     indices = numpy.empty(len(order), numpy.int32)
     for edge in range(len(order)):
         indices[edge] = sources[order[edge]]
@@ -172,13 +221,44 @@ def sort_edges(sources, targets, num_sources, num_targets):
 
 
 @jit
-def _counting_sort(keys, order, bound):
-    """(pointers to the first position of each key, ``order`` sorted by the keys); stable."""
+def _longest_run(keys):
+    """The length of the longest run of equal keys; 0 if they do not ascend."""
+    longest = run = 0
+    for place in range(len(keys)):
+        if place and keys[place] < keys[place - 1]:
+            return 0
+        run = run + 1 if place and keys[place] == keys[place - 1] else 1
+        longest = max(longest, run)
+    return longest
+
+
+@jit
+def _insertion_sort(keys, order, begin, end):
+    """Sorts ``order[begin:end]`` by the keys at these positions; stable."""
+    for place in range(begin + 1, end):
+        moved = order[place]
+        before = place - 1
+        while before >= begin and keys[order[before]] > keys[moved]:
+            order[before + 1] = order[before]
+            before -= 1
+        order[before + 1] = moved
+
+
+@jit
+def _row_pointers(keys, bound):
+    """How many keys are below each number from 0 to ``bound``, shape (bound + 1,)."""
     pointers = numpy.zeros(bound + 1, numpy.int64)
     for key in keys:
         pointers[key + 1] += 1
     for key in range(bound):
         pointers[key + 1] += pointers[key]
+    return pointers
+
+
+@jit
+def _counting_sort(keys, order, bound):
+    """(pointers to the first position of each key, ``order`` sorted by the keys); stable."""
+    pointers = _row_pointers(keys, bound)
     places, after = pointers.copy(), numpy.empty_like(order)
     for edge in order:
         after[places[keys[edge]]] = edge

@@ -1,134 +1,57 @@
-"""MaxK in models of PyTorch Geometric: ``apply_maxk`` alters the layers that aggregate hidden features.
+"""What ``SAGEConv``, ``GCNConv`` and ``GINConv`` of PyTorch Geometric compute, for layers that aggregate by a kernel.
 
-A layer's class stays as it is. The instance gets a ``forward`` that keeps the k largest values of each input row and
-aggregates them in CBSR form. State dicts are unchanged. Where the layer does something that the kernel cannot compute,
-such as a maximum over the neighbors, the input is masked and the layer's own ``forward`` does the rest.
+``apply_maxk`` and ``fuse_aggregation`` replace the ``forward`` of an instance; its class and its state dict stay. Where
+a layer does something that no kernel here computes, such as a maximum over the neighbors, its own ``forward`` runs.
 """
 
-import math
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch_geometric.nn import GCNConv, GINConv, SAGEConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from hasten.graph.aggregation.adjacency import Adjacency, AdjacencyCache
-from hasten.graph.aggregation.maxk import FLOATS, MaxK, aggregate, compress
+from hasten.graph.aggregation.aggregate import FLOATS
 
+LAYERS = (SAGEConv, GCNConv, GINConv)
 REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean"}
-SPARSE = "aggregations in CBSR form"  # keys of the counter; the others are reasons for a dense aggregation
-INPUTS = "aggregations of features of the data, which no layer computed"
 
 
-@dataclass(frozen=True, eq=False)
-class Masking:
-    """What the altered layers of a model share, as their attribute ``hasten_maxk``; ``calls`` as in ``apply_maxk``."""
+def adjacency_of(
+    layer: Any, cache: AdjacencyCache, source: torch.Tensor, target: Any, edge_index: Any, *args: Any, **kwargs: Any
+) -> Adjacency:
+    """The matrix of ``edge_index`` as the layer weighs it; ``args`` and ``kwargs`` are those of its ``forward``."""
+    matrix = _normalized if isinstance(layer, GCNConv) else _plain
+    return matrix(layer, cache, source, target, edge_index, *args, **kwargs)
 
-    mask: MaxK
-    calls: Counter[str]
-    cache: AdjacencyCache
 
-
-def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None) -> list[str]:
-    """Puts MaxK before the aggregation of ``SAGEConv``, ``GCNConv`` and ``GINConv`` layers of hidden features.
-
-    Altered is every such layer (of exactly these classes) that is wider than k and that the model registers after
-    another layer with parameters. Layers side by side in a ``ModuleDict``, as in ``HeteroConv``, come after the same
-    ones. The choice depends on the model alone, so that evaluation in another process masks what training masked.
-    ``GCNConv`` aggregates before its linear map, which gives the same result. A second call replaces the first.
+def update(layer: Any, sums: torch.Tensor, target: torch.Tensor | None, is_transformed: bool = False) -> torch.Tensor:
+    """The output of the layer.
 
     Args:
-        model: Altered in place.
-        k: Values that stay in each row.
-        calls: Counts aggregations of the altered layers by ``SPARSE`` or, if dense, the reason; in training those whose
-            input needs no gradient also by ``INPUTS``.
-
-    Returns:
-        The names of the altered layers.
-
-    Raises:
-        ConfigurationError: k is no integer from 1 up.
+        layer: An instance of LAYERS.
+        sums: Sum or mean of the features of each node's neighbors.
+        target: The features of the node itself.
+        is_transformed: Whether the features were multiplied by ``weight_of(layer)`` before they were summed, because
+            A (X W) equals (A X) W.
     """
-    mask = MaxK(k)
-    layers = maxk_layers(model, k)
-    masking = Masking(mask, Counter() if calls is None else calls, AdjacencyCache())
-    altered: list[Any] = [layer for layer in model.modules() if hasattr(layer, "hasten_maxk")]  # by an earlier call
-    for layer in layers.values():
-        if layer not in altered:
-            layer.forward = partial(_forward, layer, layer.forward)  # survives deepcopy, as bound methods do
-    for layer in (*altered, *layers.values()):
-        layer.hasten_maxk = masking
-    return list(layers)
+    return _UPDATES[type(layer)](layer, sums, target, is_transformed)
 
 
-def maxk_layers(model: torch.nn.Module, k: int) -> dict[str, Any]:
-    """Name -> layer that ``apply_maxk`` alters."""
-    layers: dict[str, Any] = {}
-    seen: set[torch.nn.Module] = set()
+def weight_of(layer: Any) -> torch.Tensor | None:
+    """The weights (outputs, inputs) that multiply the sums of the neighbors; None if a network does, or it lacks them.
 
-    def collect(name: str, module: torch.nn.Module, is_after_another: bool) -> bool:
-        """Whether what follows this module comes after another layer with parameters."""
-        if module in seen:
-            return is_after_another
-        seen.add(module)
-        if type(module) in UPDATES:
-            if is_after_another and input_width(module) > k:
-                layers[name] = module
-            return True
-        before = after = is_after_another or any(True for _ in module.parameters(recurse=False))
-        for child_name, child in module.named_children():
-            path = f"{name}.{child_name}" if name else child_name
-            is_beside = isinstance(module, torch.nn.ModuleDict)
-            after |= collect(path, child, before if is_beside else after)
-        return after
-
-    collect("", model, False)
-    return layers
+    A layer that takes the number of its inputs from its first batch lacks them until then.
+    """
+    linear: Any = getattr(layer, {SAGEConv: "lin_l", GCNConv: "lin"}.get(type(layer), ""), None)
+    return None if linear is None or is_lazy(linear.weight) else linear.weight
 
 
-def input_width(layer: torch.nn.Module) -> float:
-    """Number of values that a layer reads per source node; infinity if it does not know the number yet."""
-    width: Any = getattr(layer, "in_channels", None)
-    width = width[0] if isinstance(width, tuple) else width
-    return width if isinstance(width, int) and width >= 0 else math.inf
-
-
-@torch.compiler.disable
-def _forward(
-    layer: Any, original: Callable[..., torch.Tensor], x: Any, edge_index: Any, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    masking: Masking = layer.hasten_maxk
-    mask, calls = masking.mask, masking.calls
-    is_pair = isinstance(x, (tuple, list))
-    source, target = x if is_pair else (x, x)
-    if source.shape[-1] <= mask.k or (is_pair and isinstance(layer, GCNConv)):  # GCNConv refuses pairs
-        return original(x, edge_index, *args, **kwargs)
-    if layer.training and torch.is_grad_enabled() and not source.requires_grad:
-        calls[INPUTS] += 1
-    obstacle = _obstacle(layer, source, edge_index, args, kwargs)
-    if obstacle:
-        calls[obstacle] += 1
-        masked = mask(source)
-        target = masked if target is source else None if target is None else mask(target)
-        return original((masked, target) if is_pair else masked, edge_index, *args, **kwargs)
-    calls[SPARSE] += 1
-    sparse = compress(source, mask.k)
-    if target is source and not isinstance(layer, GCNConv):
-        target = sparse.to_dense()
-    elif target is not source and target is not None:
-        target = mask(target)
-
-    matrix = _normalized if isinstance(layer, GCNConv) else _plain
-    adjacency = matrix(layer, masking.cache, source, target, edge_index, *args, **kwargs)
-    return UPDATES[type(layer)](layer, aggregate(adjacency, sparse, REDUCTIONS[str(layer.aggr)]), target)
-
-
-def _obstacle(layer: Any, source: torch.Tensor, edge_index: Any, args: tuple[Any, ...], kwargs: Any) -> str:
+def obstacle(layer: Any, source: torch.Tensor, edge_index: Any, args: tuple[Any, ...], kwargs: Any) -> str:
     """Why the kernel cannot compute this aggregation; empty if it can."""
     if type(edge_index) is not torch.Tensor or edge_index.layout != torch.strided:
         return "the graph is not a tensor of shape (2, edges)"
@@ -147,21 +70,23 @@ def _obstacle(layer: Any, source: torch.Tensor, edge_index: Any, args: tuple[Any
     return ""
 
 
-def _sage(layer: Any, sums: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    out = layer.lin_l(sums)
+def _sage(layer: Any, sums: torch.Tensor, target: torch.Tensor | None, is_transformed: bool) -> torch.Tensor:
+    out = _with_bias(sums, layer.lin_l.bias) if is_transformed else layer.lin_l(sums)
     if layer.root_weight and target is not None:
         out = out + layer.lin_r(target)
     return torch.nn.functional.normalize(out, p=2.0, dim=-1) if layer.normalize else out
 
 
-def _gin(layer: Any, sums: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+def _gin(layer: Any, sums: torch.Tensor, target: torch.Tensor | None, is_transformed: bool) -> torch.Tensor:
     return layer.nn(sums if target is None else sums + (1 + layer.eps) * target)
 
 
-def _gcn(layer: Any, sums: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Aggregation, then the linear map: A (X W) = (A X) W."""
-    out = layer.lin(sums)
-    return out if layer.bias is None else out + layer.bias
+def _gcn(layer: Any, sums: torch.Tensor, target: torch.Tensor | None, is_transformed: bool) -> torch.Tensor:
+    return _with_bias(sums if is_transformed else layer.lin(sums), layer.bias)
+
+
+def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + bias
 
 
 def _normalized(
@@ -193,4 +118,4 @@ def _plain(
     return cache.get((edge_index,), (len(source), targets), build)
 
 
-UPDATES: dict[type, Callable[..., torch.Tensor]] = {SAGEConv: _sage, GCNConv: _gcn, GINConv: _gin}
+_UPDATES: dict[type, Callable[..., torch.Tensor]] = {SAGEConv: _sage, GCNConv: _gcn, GINConv: _gin}
