@@ -198,7 +198,9 @@ def main() -> int:
         print_progress(name)
         row, numbers[name] = measured(name, make(), options)
         rows.append(row)
-    show(("graph", "over DGL", "over PyTorch", "hasten, s", "DGL, s", "PyTorch, s", "sampling alone"), rows)
+    names = "DGL", "PyTorch", "sampler"
+    titles = [f"over {name}" for name in names], [f"{name}, s" for name in ("hasten", *names)]
+    show(("graph", *titles[0], *titles[1], "sampling alone"), rows)
     print_line(f"{options.batches} batches of {options.batch_size} seeds, {options.threads} threads")
     smallest = {
         arm: min(
