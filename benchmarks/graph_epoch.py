@@ -8,11 +8,11 @@ sampler   the same without ``fuse_aggregation``: what the sampler does by itself
 DGL       DGL's fused sampler, its ``DataLoader`` and ``SAGEConv``
 PyTorch   PyTorch Geometric with a vectorized sampler that a user writes: pyg-lib and torch-sparse are not in the index
 
-The bound: sampling and aggregation can take no less than no time; the share of hasten's epoch that they take stands in
-the table. The rest, features and matrix products, is the same in all arms.
+The bound: features, matrix products and the optimizer take the same time in all arms; a table row shows the share of
+hasten's epoch that the sampling takes.
 
-Figure: an epoch at least 1.5 times as fast as with either. Needs DGL 1.1.3, see ``graph_sampling.py``; without it, its
-columns stay empty.
+Figure: an epoch at least 1.5 times as fast as DGL's and as PyTorch's. Needs DGL 1.1.3, see ``graph_sampling.py``;
+without it, its columns stay empty.
 """
 
 from __future__ import annotations
@@ -209,9 +209,11 @@ def main() -> int:
         )
         for arm in OTHERS
     }
-    reached = None if smallest["dgl"] is None else min(filter(None, smallest.values())) >= WANTED
+    reached = None if smallest["dgl"] is None else min(smallest["dgl"], smallest["torch"]) >= WANTED
     ratios = ", ".join(f"{arm} {'unknown' if ratio is None else f'{ratio:.2f}'}" for arm, ratio in smallest.items())
-    return finish(options, f"at least {WANTED:g}x as fast as either; the smallest ratios: {ratios}", reached, numbers)
+    return finish(
+        options, f"at least {WANTED:g}x as fast as DGL and as PyTorch; the smallest ratios: {ratios}", reached, numbers
+    )
 
 
 if __name__ == "__main__":

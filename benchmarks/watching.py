@@ -1,9 +1,9 @@
 """Cost of watching an untouched script: its steps, its start before torch, the scan for its model.
 
-The same script, a loop of tiny steps, runs alone and watched by hasten in turns, each in a new process with one thread.
-It prints the processor time of a step, the lower quartile over stretches of 250: other processes can only add to it.
-Watching hands out the steps in requests, so that stretches are short compared with those. The start is that of a Python
-process that imports nothing.
+The script is a loop of tiny steps with one thread, in new processes that hasten watches. It takes out what hasten has
+put into torch and puts it back, in turns, every 50 steps: the cost of a step is the difference in processor time of
+neighboring stretches, to which neither the memory nor the neighbors of a process contribute. The start is that of a
+Python process that imports nothing, prepared by hasten or not, in turns.
 
 Figure: at most 10 µs a step, at most 10 ms before ``import torch``, at most 100 ms for the scan for models, which
 looks through all objects of the process once, here beside a model of 160 layers.
@@ -29,41 +29,55 @@ from hasten.hosts.script_ref import ScriptRef
 
 STEP_US, START_MS, SCAN_MS = 10.0, 10.0, 100.0
 SCRIPT = """
-import statistics, time
+import time
 import torch
 from torch import nn
+from torch.optim import optimizer as hooks
 
 model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 inputs, labels = torch.randn(8, 16), torch.randint(0, 4, (8,))
-stretches = []
-for _ in range(40):
+
+
+def seconds(steps):
     began = time.thread_time()
-    for _ in range(250):
+    for _ in range(steps):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
-    stretches.append((time.thread_time() - began) / 250)
-print("step", statistics.quantiles(stretches, n=4)[0])
+    return (time.thread_time() - began) / steps
+
+
+seconds(500)  # hasten searches for the model in the first steps
+backward, call = torch.Tensor.backward, model._compiled_call_impl
+registered = [(known, dict(known)) for known in (hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks)]
+assert backward.__wrapped__ is not None and registered[1][1], "hasten watches"
+
+
+def stretch(watched):
+    torch.Tensor.backward = backward if watched else backward.__wrapped__
+    model._compiled_call_impl = call if watched else None
+    for known, its in registered:
+        known.clear()
+        known.update(its if watched else {})
+    return seconds(50)
+
+
+for pair in range(100):
+    order = (True, False) if pair % 2 else (False, True)
+    taken = {watched: stretch(watched) for watched in order}
+    print("steps", taken[False], taken[True])
 """
 
 
-def seconds_alone(script: Path) -> float:
-    """Seconds of a step of the script in a process of its own."""
-    return _step(subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout)
-
-
-def seconds_watched(script: Path) -> float:
-    """Seconds of a step of the script while hasten watches it."""
+def steps_in_turns(script: Path) -> list[tuple[float, float]]:
+    """(seconds of a step that is not watched, seconds of one that is) of the stretches of one process."""
     with ScriptProcess(ScriptRef.of_command([sys.executable, str(script)]), {}) as process:
         process.wait_until_trained(120.0, None)
         for _ in process.train_in_chunks(None):
             pass
-        return _step(process.output())
-
-
-def _step(output: str) -> float:
-    return float(next(line for line in output.splitlines() if line.startswith("step ")).split()[1])
+        lines = [line.split() for line in process.output().splitlines() if line.startswith("steps ")]
+        return [(float(alone), float(watched)) for _, alone, watched in lines]
 
 
 def seconds_of_start(environment: dict[str, str]) -> float:
@@ -90,8 +104,7 @@ def main() -> int:
         script.write_text(SCRIPT)
         session.mkdir()
         plain, prepared = dict(os.environ), injected(dict(os.environ), session)
-        arms = {"alone": lambda: seconds_alone(script), "watched": lambda: seconds_watched(script)}
-        steps = in_turns(arms, options.rounds)
+        steps = [pair for _ in range(options.rounds) for pair in steps_in_turns(script)]
         starts = in_turns(
             {"alone": lambda: seconds_of_start(plain), "watched": lambda: seconds_of_start(prepared)},
             4 * options.rounds,
@@ -99,13 +112,17 @@ def main() -> int:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(160)))
     scans = [seconds_of_scan() for _ in range(options.rounds)]
     del model
-    step = interval(1e6 * (b - a) for a, b in zip(steps["alone"], steps["watched"], strict=True))
+    step = interval(1e6 * (watched - alone) for alone, watched in steps)
     start = interval(1e3 * (b - a) for a, b in zip(starts["alone"], starts["watched"], strict=True))
     scan = interval(1e3 * seconds for seconds in scans)
     show(
         ("cost of watching", "alone", "watched", "difference"),
         [
-            ("a step, µs", *(f"{1e6 * interval(steps[arm]).median:.1f}" for arm in steps), f"{step:.1f}"),
+            (
+                "a step, µs",
+                *(f"{1e6 * interval(times).median:.1f}" for times in zip(*steps, strict=True)),
+                f"{step:.1f}",
+            ),
             ("a start, ms", *(f"{1e3 * interval(starts[arm]).median:.1f}" for arm in starts), f"{start:.1f}"),
             ("the scan for models, ms", "", f"{scan.median:.1f}", f"{scan:.1f}"),
         ],

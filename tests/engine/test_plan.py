@@ -77,6 +77,21 @@ def test_hook_that_returns_nothing_or_fails_is_named(hook, body, error, message)
         build(engine_tasks.map_style(), [method("broken", {hook: body})])
 
 
+class Misdeclared(Method):
+    card = Card(summary="its hook lacks the context", exactness=Exactness.CHANGES_TRAINING)
+    name = "misdeclared"
+
+    def forward(self, forward):
+        return forward
+
+
+def test_hook_of_the_wrong_signature_is_not_taken_for_the_users_model():
+    with pytest.raises(RunError) as raised:
+        build(engine_tasks.map_style(), [Misdeclared()])
+    assert str(raised.value).startswith("the hook 'forward' of the method 'misdeclared' failed: TypeError: ")
+    assert "a batch (a, b, ..., target)" not in str(raised.value)
+
+
 def test_later_methods_wrap_earlier_ones_and_a_replacement_is_innermost():
     reports = []
 

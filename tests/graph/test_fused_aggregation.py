@@ -11,6 +11,7 @@ from torch_geometric.nn import GAT, GCN, GCNConv, GINConv, GraphSAGE, SAGEConv
 
 from hasten import ConfigurationError
 from hasten.graph import Adjacency, aggregate, apply_maxk, fuse_aggregation
+from hasten.graph.aggregation import fused_layers
 from hasten.graph.aggregation.fused_layers import FUSED
 
 SOURCES, TARGETS, EDGES = 50, 40, 600
@@ -31,6 +32,8 @@ LAYERS = {
     "sage_sum": lambda inputs, outputs: SAGEConv(inputs, outputs, aggr="sum", normalize=True),
     "sage_without_root_and_bias": lambda inputs, outputs: SAGEConv(inputs, outputs, root_weight=False, bias=False),
     "gcn": GCNConv,
+    "gcn_improved": lambda inputs, outputs: GCNConv(inputs, outputs, improved=True),
+    "gcn_without_self_loops": lambda inputs, outputs: GCNConv(inputs, outputs, add_self_loops=False),
     "gcn_unnormalized": lambda inputs, outputs: GCNConv(inputs, outputs, normalize=False, bias=False),
     "gin": gin,
 }
@@ -103,6 +106,20 @@ def test_edges_in_the_order_of_their_targets_give_the_same_matrix(degree):
         rows = torch.arange(TARGETS).repeat_interleave(adjacency.indptr.diff())
         matrix.index_put_((rows, adjacency.indices.long()), adjacency.weights, accumulate=True)
     torch.testing.assert_close(*matrices)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_aggregation_can_be_differentiated_twice(reduce):
+    weights = torch.rand(80, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    adjacency = Adjacency.from_edge_index(edges()[:, :80], SOURCES, TARGETS, weights)
+    x = torch.randn(SOURCES, 3, dtype=torch.float64, requires_grad=True)
+    function = lambda x: aggregate(adjacency, x, reduce).square()  # noqa: E731
+    assert torch.autograd.gradcheck(function, x) and torch.autograd.gradgradcheck(function, x)
+
+
+def test_mean_of_equal_values_is_that_value():
+    adjacency = Adjacency.from_edge_index(torch.tensor([[0] * 49, [0] * 49]), 1, 1)
+    assert aggregate(adjacency, torch.ones(1, 3), "mean").tolist() == [[1.0] * 3]
 
 
 @pytest.mark.parametrize("shape", [(SOURCES - 1, 9), (SOURCES,), (SOURCES, 3, 3)])
@@ -185,6 +202,93 @@ def test_layer_without_a_kernel_computes_as_before(make, dtype, sparse, why):
     assert torch.equal(layer(x, graph), reference(x, graph))
     ((reason, count),) = calls.items()
     assert why in reason and count == 1
+
+
+@pytest.mark.parametrize("layer", [SAGEConv, GCNConv])
+def test_features_are_multiplied_first_where_that_makes_them_narrower(layer, monkeypatch):
+    widths, original = [], fused_layers.aggregate
+
+    def noted(adjacency, x, reduce):
+        widths.append(x.shape[1])
+        return original(adjacency, x, reduce)
+
+    monkeypatch.setattr(fused_layers, "aggregate", noted)
+    x = torch.randn(SOURCES, 20)
+    for outputs, needs_gradient in ((6, False), (12, False), (12, True), (40, True)):
+        fused = layer(20, outputs)
+        fuse_aggregation(fused)
+        fused(x.clone().requires_grad_(needs_gradient), edges(SOURCES))
+    assert widths == [6, 20, 12, 20]
+
+
+@pytest.mark.parametrize("norm", [torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.prune.identity])
+def test_linear_map_with_hooks_or_parametrizations_is_called(norm):
+    torch.manual_seed(0)
+    reference = SAGEConv(20, 6).double()
+    norm(reference.lin_l, "weight")
+    layer = copy.deepcopy(reference)
+    fuse_aggregation(layer)
+    for _ in range(2):  # weights that were computed from a graph of autograd that is gone would raise here
+        assert_same(layer, reference, torch.randn(SOURCES, 20, dtype=torch.float64), edges(SOURCES))
+
+
+def test_hooks_on_messages_leave_a_layer_to_pytorch_geometric():
+    reference = SAGEConv(20, 6)
+    reference.register_message_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+    reference.fuse = False  # else PyTorch Geometric itself computes no messages for sparse matrices
+    layer, calls = copy.deepcopy(reference), Counter()
+    fuse_aggregation(layer, calls)
+    x = torch.randn(SOURCES, 20)
+    assert torch.equal(layer(x, edges(SOURCES)), reference(x, edges(SOURCES)))
+    assert list(calls) == ["the layer has hooks on its messages"]
+
+
+def test_cached_gcn_uses_the_graph_of_its_first_call():
+    torch.manual_seed(0)
+    reference = GCNConv(20, 6, cached=True).double()
+    layer = copy.deepcopy(reference)
+    fuse_aggregation(layer)
+    x = torch.randn(SOURCES, 20, dtype=torch.float64)
+    for graph in (edges(SOURCES), edges(SOURCES)[:, :50], edges(SOURCES)[:, 50:]):
+        torch.testing.assert_close(layer(x, graph), reference(x, graph), rtol=1e-10, atol=1e-10)
+
+
+def test_edge_weights_wider_than_the_features_leave_the_layer_to_pytorch_geometric():
+    reference = GCNConv(20, 6)
+    layer, calls = copy.deepcopy(reference), Counter()
+    fuse_aggregation(layer, calls)
+    x, weights = torch.randn(SOURCES, 20), torch.rand(EDGES, dtype=torch.float64)
+    out, expected = layer(x, edges(SOURCES), weights), reference(x, edges(SOURCES), weights)
+    assert out.dtype == expected.dtype and torch.equal(out, expected)
+    assert list(calls) == ["the edge weights are float64"]
+
+
+def test_size_that_contradicts_the_features_is_refused_as_without():
+    layer = SAGEConv(20, 6)
+    fuse_aggregation(layer)
+    with pytest.raises(ValueError, match="size"):
+        layer(torch.randn(SOURCES, 20), edges(SOURCES), size=(SOURCES + 1, SOURCES + 1))
+
+
+def test_graph_without_edges_and_inference_mode_compute_as_before():
+    torch.manual_seed(0)
+    reference = GraphSAGE(20, 8, num_layers=2, out_channels=5)
+    model = copy.deepcopy(reference)
+    fuse_aggregation(model)
+    x = torch.randn(SOURCES, 20)
+    for graph in (torch.empty(2, 0, dtype=torch.long), edges(SOURCES)):
+        with torch.inference_mode():
+            torch.testing.assert_close(model(x, graph), reference(x, graph))
+
+
+def test_trained_edge_weights_get_their_gradient():
+    torch.manual_seed(0)
+    reference = GCNConv(20, 6, normalize=False)
+    layer, calls = copy.deepcopy(reference), Counter()
+    fuse_aggregation(layer, calls)
+    weights = torch.rand(EDGES, requires_grad=True)
+    layer(torch.randn(SOURCES, 20), edges(SOURCES), weights).sum().backward()
+    assert weights.grad is not None and list(calls) == ["the edge weights are trained"]
 
 
 def test_fused_gcn_refuses_a_pair_as_without():

@@ -17,7 +17,7 @@ from hasten.engine.registry import make_methods
 if find_spec("keras") is None:
     pytest.skip("keras is not installed: pip install hasten[frameworks]", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Keras's own warnings
-METHODS = "fused_rnn", "fused_keras_optimizer", "lazy_keras_metrics", "direct_keras_calls"
+METHODS = "fused_rnn", "fused_keras_optimizer", "lazy_keras_metrics", "direct_keras_calls", "direct_keras_loss"
 
 
 @pytest.fixture
@@ -33,6 +33,7 @@ def keras(monkeypatch):
         (backend, "gru"),
         (keras.callbacks.CallbackList, "on_train_batch_end"),
         (keras.callbacks.CallbackList, "on_test_batch_end"),
+        (keras.Layer, "__call__"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
     keras.utils.set_random_seed(1)
@@ -126,7 +127,13 @@ def adam(optimizers):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["lazy_keras_metrics", "direct_keras_calls", "lazy_keras_metrics + direct_keras_calls"]
+    "recipe",
+    [
+        "lazy_keras_metrics",
+        "direct_keras_calls",
+        "direct_keras_loss",
+        "lazy_keras_metrics + direct_keras_calls + direct_keras_loss",
+    ],
 )
 def test_exact_keras_methods_keep_weights_and_history(keras, recipe):
     weights, history, _ = trained(keras, "baseline", adam)
@@ -200,6 +207,87 @@ def test_direct_keras_calls_follow_a_layer_that_is_changed_later(keras):
     model.layers[0].lora_kernel_b.assign(numpy.ones((2, 3)))
     expected = x @ model.layers[0].kernel + model.layers[0].bias.value
     torch.testing.assert_close(model(x, training=False), expected)
+
+
+def history_of(keras, recipe: str, layers, loss, labels, **fit) -> tuple[list[numpy.ndarray], dict, RunContext]:
+    """Trains a Sequential model of three inputs: (weights, history, context of the methods)."""
+    keras.utils.set_random_seed(3)
+    random = numpy.random.default_rng(0)
+    x = random.normal(size=(96, 3)).astype("float32")
+    model = keras.Sequential([keras.layers.Input((3,)), *layers(keras.layers)])
+    model.compile("sgd", loss, metrics=["accuracy", keras.metrics.MeanAbsoluteError()])
+    run = applied(recipe, model)
+    options = {"epochs": 2, "batch_size": 20, "validation_split": 0.25, "verbose": 0}  # the last batches are smaller
+    history = model.fit(x, labels(random), **options, **fit).history
+    return model.get_weights(), history, run
+
+
+def binary(random) -> numpy.ndarray:
+    return random.integers(0, 2, size=(96, 1))
+
+
+def sigmoid(layers) -> list:
+    return [layers.Dense(8, activation="relu"), layers.Dropout(0.3), layers.Dense(1, activation="sigmoid")]
+
+
+@pytest.mark.parametrize(
+    ("layers", "loss", "labels"),
+    [
+        (sigmoid, "binary_crossentropy", binary),
+        (lambda layers: [layers.Dense(4)], "mse", lambda random: random.normal(size=(96, 4))),
+        (lambda layers: [layers.Dense(1)], "huber", lambda random: random.normal(size=96)),
+    ],
+    ids=["binary", "regression", "one column"],
+)
+def test_direct_keras_loss_keeps_weights_and_history(keras, layers, loss, labels):
+    recipe = "direct_keras_loss + direct_keras_calls + lazy_keras_metrics"
+    weights, history, _ = history_of(keras, "baseline", layers, loss, labels)
+    others, other_history, run = history_of(keras, recipe, layers, loss, labels)
+    assert all(numpy.array_equal(a, b) for a, b in zip(weights, others, strict=True)) and history == other_history
+    assert "losses were computed directly" in run.effect_checks["direct_keras_loss"]()
+
+
+@pytest.mark.parametrize(
+    ("layers", "loss", "fit", "reason"),
+    [
+        (lambda layers: [layers.Dense(1, kernel_regularizer="l2")], "mse", {}, "may add losses"),
+        (lambda layers: [layers.Dense(1, activity_regularizer="l2")], "mse", {}, "may add losses"),
+        (sigmoid, "mse", {"sample_weight": numpy.linspace(0, 1, 96)}, "samples have weights"),
+        (sigmoid, "mse", {"class_weight": {0: 1.0, 1: 3.0}}, "samples have weights"),
+    ],
+    ids=["regularizer", "activity", "sample weights", "class weights"],
+)
+def test_direct_keras_loss_leaves_other_losses_to_keras(keras, layers, loss, fit, reason):
+    weights, history, _ = history_of(keras, "baseline", layers, loss, binary, **fit)
+    others, other_history, run = history_of(keras, "direct_keras_loss", layers, loss, binary, **fit)
+    assert all(numpy.array_equal(a, b) for a, b in zip(weights, others, strict=True)) and history == other_history
+    with pytest.raises(NoEffectError, match=reason):
+        run.effect_checks["direct_keras_loss"]()
+
+
+def test_direct_keras_loss_follows_a_model_that_is_compiled_again(keras):
+    def weights(recipe: str) -> list[numpy.ndarray]:
+        keras.utils.set_random_seed(3)
+        x = numpy.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+        applied(recipe, model)
+        model.fit(x, x, epochs=1, verbose=0)
+        model.compile("sgd", "mae", metrics=["mse"])
+        history = model.fit(x, x, epochs=1, verbose=0).history
+        return [*model.get_weights(), *history["loss"], *history["mse"]]
+
+    assert all(numpy.array_equal(a, b) for a, b in zip(weights("baseline"), weights("direct_keras_loss"), strict=True))
+
+
+def test_direct_call_of_the_model_leaves_errors_of_shape_and_symbolic_calls_to_keras(keras):
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    applied("direct_keras_calls", model)
+    with pytest.raises(ValueError, match="incompatible with the layer"):
+        model(torch.zeros(4, 5), training=True)
+    outer = keras.Input((3,))
+    assert keras.Model(outer, model(outer, training=False)).output_shape == (None, 2)
+    assert torch.equal(model(torch.ones(1, 3), training=True), model(torch.ones(1, 3)))
 
 
 @pytest.mark.parametrize("recipe", METHODS)

@@ -48,7 +48,8 @@ def explain_error(error: Exception, where: str, batch_size: int) -> RunError | C
     if kind == "unused_parameters":
         reason = "RuntimeError: in this step some parameters had no gradient, and the ranks wait for all of them"
         hint = f"pass --with {remedies('unused_parameters')}"
-    if isinstance(error, TypeError) and "takes" in text and "positional argument" in text and ".forward()" in text:
+    is_call = "takes" in text and "positional argument" in text and ".forward()" in text
+    if isinstance(error, TypeError) and is_call and not where.startswith("the hook"):
         hint = "a batch (a, b, ..., target) calls model(a, b, ...); with loss=None the model gets the whole batch"
     line = line_in_users_code(error)
     source = f" ({Path(line[0]).name} line {line[1]})" if line else ""

@@ -1,8 +1,9 @@
 """The layers of a Keras model are called directly, without Keras's preparation of every call."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -29,7 +30,8 @@ class DirectKerasCalls(Method):
 
     Keras checks and converts the arguments of every call of every layer, which costs more than a small layer itself. In
     a model that is built, with one dtype and without masks, all of that does nothing. Any other layer, and a layer
-    with hooks, a regularizer of its activity or another dtype, is called as before.
+    with hooks, a regularizer of its activity or another dtype, is called as before. If all layers are called directly,
+    so is the model; ``keras.Layer.__call__`` is replaced for that until the process ends.
     """
 
     card = Card(
@@ -54,6 +56,8 @@ class DirectKerasCalls(Method):
             return run.report_no_effect(self, "no layer can be called directly", model)
         calls = [0]
         functional.__dict__["call"] = _straight(functional, nodes, direct, calls)
+        if len(direct) == len(nodes):  # a layer of the user's may read what Keras keeps for layers within a call
+            _call_model_directly(model, functional)
 
         def observe() -> str:
             if not calls[0]:
@@ -144,6 +148,35 @@ def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: 
         return packed[0] if is_single else packed
 
     return call
+
+
+def _call_model_directly(model: Any, functional: Any) -> None:
+    """Spares the model's own call Keras's preparation, for one tensor of the shape and dtype that it was built for.
+
+    ``__call__`` is looked up in the class, so that of all layers is replaced until the process ends.
+    """
+    base: Any = import_module("keras.src.layers.layer").Layer
+    original = base.__call__
+    if len(functional.inputs) != 1 or not model.built or model.activity_regularizer is not None:
+        return
+    shape = functional.inputs[0].shape[1:]
+    dtype = getattr(torch, str(model.compute_dtype), None)
+
+    @wraps(original)
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer is not model or len(args) != 1 or kwargs.keys() != {"training"}:
+            return original(layer, *args, **kwargs)
+        x, training = args[0], kwargs["training"]
+        if not isinstance(training, bool) or not _is_plain(x) or x.dtype != dtype or not _fits(x, shape):
+            return original(layer, *args, **kwargs)
+        return torch.nn.Module.__call__(layer, x, training=training)
+
+    base.__call__ = call
+
+
+def _fits(x: torch.Tensor, shape: Sequence[int | None]) -> bool:
+    sizes = x.shape[1:]
+    return len(sizes) == len(shape) and all(b is None or a == b for a, b in zip(sizes, shape, strict=True))
 
 
 def _is_plain(x: Any) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from hasten import Card, Exactness, Method, NoEffectError, RunContext
+from hasten import Card, Exactness, Method, NoEffectError, RunContext, WrapOrder
 
 LAYERS = "SAGEConv, GCNConv or GINConv of PyTorch Geometric"
 
@@ -19,8 +19,9 @@ class FusedAggregation(Method):
 
     Acts on SAGEConv, GCNConv and GINConv of PyTorch Geometric whose aggregation is a sum or mean over an ``edge_index``
     of float32 or float64 features; other layers, and those that ``maxk`` has altered, stay as they are. The order of
-    additions differs; the bits are the same for any number of threads. The kernels are compiled on their first use,
-    which takes some seconds. Classes of layers and names of weights stay the same.
+    the additions differs, and A (X W) may be computed in place of (A X) W. The bits are the same for any number of
+    threads. The kernels are compiled on their first use, which takes some seconds. Classes of layers and names of
+    weights stay the same.
     """
 
     card = Card(
@@ -30,6 +31,7 @@ class FusedAggregation(Method):
         gain_when="forward and backward of a graph network take most of the step, on a CPU",
         accelerates={"forward", "backward"},
         applies_to={"graph_layers", "cpu"},
+        order=WrapOrder.FIRST,  # activation_checkpointing recomputes the altered layers, too
         after=("maxk",),
         trial_priority=1,
     )
@@ -37,6 +39,8 @@ class FusedAggregation(Method):
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if "torch_geometric" not in sys.modules:  # importing it takes seconds, and the model can have no layer of it
             return run.report_no_effect(self, f"the model has no {LAYERS}", model)
+        if run.device.type != "cpu":
+            return run.report_no_effect(self, "its kernel runs on the CPU only", model)
         from hasten.graph.aggregation.fused_layers import fuse_aggregation
 
         calls: Counter[str] = Counter()

@@ -1,1 +1,1 @@
-"""MaxK: sums over neighbors that read the k largest values of each node only."""
+"""Sums over neighbors by one kernel, of all values of each node or of the k largest (MaxK)."""

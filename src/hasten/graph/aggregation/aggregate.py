@@ -56,7 +56,7 @@ def aggregate(adjacency: Adjacency, x: torch.Tensor | CBSR, reduce: str = "sum")
         return _Aggregate.apply(values, x.columns, adjacency, x.width, reduce == "mean")  # pyright: ignore[reportReturnType]
     if values.device.type != "cpu":
         advice = "use torch.sparse.mm there"
-        raise ConfigurationError(f"aggregate of a dense matrix runs on the CPU only, this one is elsewhere; {advice}")
+        raise ConfigurationError(f"no kernel aggregates a dense matrix on {values.device}, only on the CPU; {advice}")
     return _AggregateDense.apply(values, adjacency, reduce == "mean")  # pyright: ignore[reportReturnType]
 
 
@@ -87,12 +87,11 @@ class _AggregateDense(torch.autograd.Function):
         return _dense_product(adjacency, x.detach().contiguous(), mean)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         adjacency: Adjacency = ctx.adjacency
         if ctx.mean:
             gradient = gradient / adjacency.indptr.diff().clamp(min=1).unsqueeze(1)
-        return _dense_product(adjacency.transposed, gradient.contiguous(), False), None, None
+        return _AggregateDense.apply(gradient, adjacency.transposed, False), None, None  # differentiable once more
 
 
 def _dense_product(adjacency: Adjacency, x: torch.Tensor, mean: bool) -> torch.Tensor:

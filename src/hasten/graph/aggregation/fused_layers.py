@@ -1,7 +1,7 @@
 """Fused aggregation in models of PyTorch Geometric: ``fuse_aggregation`` alters the layers of a model.
 
-The instance gets a ``forward`` that sums over the neighbors by one kernel. The formula is that of the layer: only the
-order of the additions differs.
+The instance gets a ``forward`` that sums over the neighbors by one kernel. The formula is that of the layer. The order
+of the additions differs, and A (X W) may be computed in place of (A X) W.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from torch_geometric.nn import GCNConv
 
 from hasten.graph.aggregation.adjacency import Adjacency, AdjacencyCache
 from hasten.graph.aggregation.aggregate import aggregate
-from hasten.graph.aggregation.layers import LAYERS, REDUCTIONS, adjacency_of, obstacle, update, weight_of
+from hasten.graph.aggregation.layers import LAYERS, REDUCTIONS, adjacency_of, can_transform, obstacle, transform, update
 
 FUSED = "aggregations by one kernel"  # key of the counter; the others are reasons for PyTorch Geometric's own
 
@@ -34,7 +34,7 @@ def fuse_aggregation(model: torch.nn.Module, calls: Counter[str] | None = None) 
     """Lets ``SAGEConv``, ``GCNConv`` and ``GINConv`` layers sum over the neighbors by one kernel, on the CPU.
 
     PyTorch Geometric copies a row of features for each edge and adds the rows up; the kernel does both at once. Altered
-    are layers of exactly these classes, but for those that ``apply_maxk`` has altered. Where a layer has features that
+    are layers of exactly these classes, except those that ``apply_maxk`` has altered. Where a layer has features that
     the kernel does not take, such as those on a GPU, its own ``forward`` runs. A second call replaces the first.
 
     Args:
@@ -64,16 +64,15 @@ def _forward(
     fusion: Fusion = layer.hasten_fusion
     is_pair = isinstance(x, (tuple, list))
     source, target = x if is_pair else (x, x)
-    why = obstacle(layer, source, edge_index, args, kwargs) or _own_obstacle(layer, source, is_pair)
+    why = obstacle(layer, source, target, edge_index, args, kwargs) or _own_obstacle(layer, source, is_pair)
     if why:
         fusion.calls[why] += 1
         return original(x, edge_index, *args, **kwargs)
     fusion.calls[FUSED] += 1
     adjacency = adjacency_of(layer, fusion.cache, source, target, edge_index, *args, **kwargs)
-    weight = weight_of(layer)
-    is_transformed = weight is not None and _narrows(weight, adjacency, source)
+    is_transformed = can_transform(layer) and _narrows(layer, adjacency, source)
     if is_transformed:
-        source = torch.nn.functional.linear(source, weight)
+        source = transform(layer, source)
     return update(layer, aggregate(adjacency, source, REDUCTIONS[str(layer.aggr)]), target, is_transformed)
 
 
@@ -83,12 +82,12 @@ def _own_obstacle(layer: Any, source: torch.Tensor, is_pair: bool) -> str:
     return "GCNConv got a pair of features, which it refuses" if is_pair and isinstance(layer, GCNConv) else ""
 
 
-def _narrows(weight: torch.Tensor, adjacency: Adjacency, source: torch.Tensor) -> bool:
+def _narrows(layer: Any, adjacency: Adjacency, source: torch.Tensor) -> bool:
     """Whether it pays to multiply by the weights before the aggregation, which then reads narrower rows.
 
-    Not where there are more sources than targets: the products of some would be in vain.
+    It does not pay where some sources are no targets: the layer would multiply more rows than otherwise.
     """
     if adjacency.num_rows < adjacency.num_sources or torch.is_autocast_enabled("cpu"):
         return False
-    outputs, inputs = weight.shape
-    return outputs * 2 < inputs * (1 + source.requires_grad)  # features of the data need no aggregation of gradients
+    # features of the data need no gradient, and so no aggregation in the backward pass
+    return layer.out_channels * 2 < source.shape[1] * (1 + source.requires_grad)

@@ -116,9 +116,9 @@ def spmm(indptr, indices, weights, mean, x, out, begin, end):
                 for column in range(width):
                     total[column] += source[column]
         if mean and last > first:
-            scale = x.dtype.type(1 / (last - first))
+            count = x.dtype.type(last - first)
             for column in range(width):
-                total[column] *= scale
+                total[column] /= count
 
 
 @jit

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch_geometric.nn import GCNConv, GINConv, SAGEConv
+from torch_geometric.nn import GCNConv, GINConv, Linear, SAGEConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
+from hasten._torch_compat import has_forward_hooks
 from hasten.graph.aggregation.adjacency import Adjacency, AdjacencyCache
 from hasten.graph.aggregation.aggregate import FLOATS
 
 LAYERS = (SAGEConv, GCNConv, GINConv)
 REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean"}
+HOOKED = ("_propagate", "_message", "_aggregate")  # what the kernels replace
 
 
 def adjacency_of(
@@ -36,38 +38,79 @@ def update(layer: Any, sums: torch.Tensor, target: torch.Tensor | None, is_trans
         layer: An instance of LAYERS.
         sums: Sum or mean of the features of each node's neighbors.
         target: The features of the node itself.
-        is_transformed: Whether the features were multiplied by ``weight_of(layer)`` before they were summed, because
-            A (X W) equals (A X) W.
+        is_transformed: Whether the features passed ``transform`` before they were summed.
     """
     return _UPDATES[type(layer)](layer, sums, target, is_transformed)
 
 
-def weight_of(layer: Any) -> torch.Tensor | None:
-    """The weights (outputs, inputs) that multiply the sums of the neighbors; None if a network does, or it lacks them.
+def can_transform(layer: Any) -> bool:
+    """Whether ``transform`` knows the matrix W by which the layer multiplies its sums."""
+    if isinstance(layer, GCNConv):
+        return True
+    linear = getattr(layer, "lin_l", None)  # a hook may replace its weights, such as those of torch.nn.utils.prune
+    return type(linear) is Linear and not is_lazy(linear.weight) and not has_forward_hooks(linear)
 
-    A layer that takes the number of its inputs from its first batch lacks them until then.
-    """
-    linear: Any = getattr(layer, {SAGEConv: "lin_l", GCNConv: "lin"}.get(type(layer), ""), None)
-    return None if linear is None or is_lazy(linear.weight) else linear.weight
+
+def transform(layer: Any, source: torch.Tensor) -> torch.Tensor:
+    """X W, so that A (X W) can be computed in place of (A X) W."""
+    return layer.lin(source) if isinstance(layer, GCNConv) else torch.nn.functional.linear(source, layer.lin_l.weight)
 
 
-def obstacle(layer: Any, source: torch.Tensor, edge_index: Any, args: tuple[Any, ...], kwargs: Any) -> str:
-    """Why the kernel cannot compute this aggregation; empty if it can."""
-    if type(edge_index) is not torch.Tensor or edge_index.layout != torch.strided:
-        return "the graph is not a tensor of shape (2, edges)"
+def obstacle(
+    layer: Any, source: torch.Tensor, target: torch.Tensor | None, edge_index: Any, args: tuple[Any, ...], kwargs: Any
+) -> str:
+    """Why no kernel can compute this aggregation; empty if one can. The arguments are those of ``forward``."""
+    return (
+        _obstacle_in_layer(layer)
+        or _obstacle_in_features(source)
+        or _obstacle_in_graph(layer, source, target, edge_index, (*args, *kwargs.values()))
+    )
+
+
+def _obstacle_in_layer(layer: Any) -> str:
     if not isinstance(layer.aggr, str) or layer.aggr not in REDUCTIONS:
         return f"the aggregation is {layer.aggr}, neither a sum nor a mean"
+    if layer.flow != "source_to_target" or getattr(layer, "project", False) or layer.explain:
+        return "the layer has flow=target_to_source, project=True or is being explained"
+    hooks = [value for name, value in vars(layer).items() if name.startswith(HOOKED) and name.endswith("_hooks")]
+    if not layer.fuse or any(hooks):
+        return "the layer has hooks on its messages"
+    return ""
+
+
+def _obstacle_in_features(source: torch.Tensor) -> str:
     if source.dtype not in FLOATS or source.ndim != 2:
-        return f"the features are {str(source.dtype).removeprefix('torch.')} of shape {tuple(source.shape)}"
+        return f"the features are {str(source.dtype).removeprefix('torch.')} in {source.ndim} dimensions"
     if source.device.type not in ("cpu", "cuda"):
         return f"there is no kernel for {source.device.type}"
     if source.device.type == "cuda" and find_spec("triton") is None:
         return "Triton is not installed"
-    if layer.flow != "source_to_target" or getattr(layer, "project", False) or layer.explain:
-        return "the layer has flow=target_to_source, project=True or is being explained"
-    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
-        return "the edge weights are trained"
     return ""
+
+
+def _obstacle_in_graph(
+    layer: Any, source: torch.Tensor, target: torch.Tensor | None, edge_index: Any, others: tuple[Any, ...]
+) -> str:
+    if type(edge_index) is not torch.Tensor or edge_index.layout != torch.strided:
+        return "the graph is not a tensor of shape (2, edges)"
+    if torch.jit.is_tracing():
+        return "the model is being traced, which would fix the graph"
+    for other in others:
+        if isinstance(other, torch.Tensor) and other.requires_grad:
+            return "the edge weights are trained"
+        if isinstance(other, torch.Tensor) and torch.promote_types(other.dtype, source.dtype) != source.dtype:
+            return f"the edge weights are {str(other.dtype).removeprefix('torch.')}"
+        if isinstance(other, (tuple, list)) and not _is_size(other, source, target):
+            return "the size is not that of the features"
+    return ""
+
+
+def _is_size(size: Any, source: torch.Tensor, target: torch.Tensor | None) -> bool:
+    """Whether ``size`` of a layer's ``forward`` holds the numbers of sources and targets."""
+    if len(size) != 2:
+        return False
+    sources, targets = size
+    return sources == len(source) and isinstance(targets, int) and (target is None or targets == len(target))
 
 
 def _sage(layer: Any, sums: torch.Tensor, target: torch.Tensor | None, is_transformed: bool) -> torch.Tensor:
@@ -92,20 +135,28 @@ def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 def _normalized(
     layer: Any, cache: AdjacencyCache, source: torch.Tensor, target: Any, edge_index: Any, edge_weight: Any = None
 ) -> Adjacency:
-    """The matrix of ``edge_index`` as ``GCNConv`` weighs it, which takes weights of shape (edges, 1) and integers."""
-    nodes = len(source)
+    """The matrix of ``edge_index`` as ``GCNConv`` weighs it, which takes weights of shape (edges, 1) and integers.
+
+    A layer with ``cached=True`` uses the graph of its first call, as in PyTorch Geometric.
+    """
+    nodes, is_normalized = len(source), False
+    if layer.normalize and layer._cached_edge_index is not None:
+        edge_index, edge_weight = layer._cached_edge_index
+        is_normalized = True
 
     def build() -> Adjacency:
         edges: Any = edge_index
         weights: Any = edge_weight
         if weights is not None:
             weights = weights.reshape(-1).to(weights.dtype if weights.is_floating_point() else source.dtype)
-        if layer.normalize:
+        if layer.normalize and not is_normalized:
             options = layer.improved, layer.add_self_loops, layer.flow, source.dtype
             edges, weights = gcn_norm(edges, weights, nodes, *options)
+            if layer.cached:
+                layer._cached_edge_index = edges, weights
         return Adjacency.from_edge_index(edges, nodes, nodes, weights)
 
-    settings = nodes, layer.normalize, layer.improved, layer.add_self_loops, source.dtype
+    settings = nodes, layer.normalize, layer.improved, layer.add_self_loops, source.dtype, is_normalized
     return cache.get((edge_index, edge_weight), settings, build)
 
 

@@ -108,7 +108,7 @@ def _forward(
         return original(x, edge_index, *args, **kwargs)
     if layer.training and torch.is_grad_enabled() and not source.requires_grad:
         calls[INPUTS] += 1
-    if why := obstacle(layer, source, edge_index, args, kwargs):
+    if why := obstacle(layer, source, target, edge_index, args, kwargs):
         calls[why] += 1
         masked = mask(source)
         target = masked if target is source else None if target is None else mask(target)
