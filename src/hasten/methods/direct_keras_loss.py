@@ -51,7 +51,7 @@ class DirectKerasLoss(Method):
 
         def observe() -> str:
             if not calls["direct"]:
-                raise NoEffectError(next(iter(calls), "the model computed no loss"))
+                raise NoEffectError(next(reversed(calls), "the model computed no loss"))
             return f"{calls['direct']} losses were computed directly"
 
         run.observe_effect(self, observe)
