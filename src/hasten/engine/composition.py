@@ -8,7 +8,6 @@ from typing import Any
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of, required_traits
 from hasten.core.run_context import RunContext
-from hasten.engine.error_messages import explain_error
 
 NO_EFFECT_ALONE = "there is only one process; pass --processes N with N >= 2"
 
@@ -26,17 +25,16 @@ def applicable_methods(methods: Sequence[Method], run: RunContext) -> list[Metho
 
 
 def call_hook(method: Method, hook: str, thing: Any, run: RunContext) -> Any:
-    """What the hook of a method puts in the place of ``thing``.
+    """What the hook of a method puts in the place of ``thing``; ConfigurationError if it returns None.
 
-    Raises:
-        ConfigurationError: The hook returns None: a ``return`` was forgotten.
-        RunError: The hook fails. The error names the method and the hook.
+    An exception gets the attribute ``hook``, from which ``explain_error`` names the method.
     """
     name = f"the hook {hook!r} of the method {method.name!r}"
     try:
         replacement = getattr(method, hook)(thing, run)
     except Exception as error:
-        raise explain_error(error, name, getattr(run.task, "batch_size", None) or 0) from error
+        error.hook = name  # pyright: ignore[reportAttributeAccessIssue]
+        raise
     if replacement is None:
         raise ConfigurationError(f"{name} returns None; it must return what it was given, or a replacement of it")
     return replacement

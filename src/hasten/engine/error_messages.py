@@ -49,11 +49,12 @@ def explain_error(error: Exception, where: str, batch_size: int) -> RunError | C
         reason = "RuntimeError: in this step some parameters had no gradient, and the ranks wait for all of them"
         hint = f"pass --with {remedies('unused_parameters')}"
     is_call = "takes" in text and "positional argument" in text and ".forward()" in text
-    if isinstance(error, TypeError) and is_call and not where.startswith("the hook"):
+    hook = getattr(error, "hook", "")
+    if isinstance(error, TypeError) and is_call and not hook:
         hint = "a batch (a, b, ..., target) calls model(a, b, ...); with loss=None the model gets the whole batch"
     line = line_in_users_code(error)
     source = f" ({Path(line[0]).name} line {line[1]})" if line else ""
-    return RunError(f"{where} failed: {reason}{source}{'; ' if hint else ''}{hint}")
+    return RunError(f"{hook or where} failed: {reason}{source}{'; ' if hint else ''}{hint}")
 
 
 def format_position(step: int, epoch: int, batch: int) -> str:

@@ -402,7 +402,9 @@ class Session:
 def _text(error: Exception) -> str:
     """What an error says; those of hasten are complete sentences."""
     name = type(error).__name__
-    return str(error) if name in ("ConfigurationError", "RunError") else f"{name}: {error}"
+    hook = getattr(error, "hook", "")
+    own = name in ("ConfigurationError", "RunError")
+    return str(error) if own else f"{hook} failed: {name}: {error}" if hook else f"{name}: {error}"
 
 
 def _world_size() -> int:
