@@ -82,7 +82,7 @@ def test_watching_a_framework_changes_nothing_and_finds_all(name, tmp_path):
     [
         ("lightning_cnn", "in_memory_batches"),
         ("transformers_accumulation", "skip_loss_nan_filter"),
-        ("keras_dense", "lazy_keras_metrics + direct_keras_calls"),
+        ("keras_dense", "lazy_keras_metrics + direct_keras_calls + direct_keras_loss"),
     ],
 )
 def test_exact_methods_keep_every_bit(name, recipe):
@@ -98,7 +98,10 @@ def test_exact_methods_keep_every_bit(name, recipe):
     ("name", "recipe"),
     [
         ("keras_lstm", "fused_rnn"),
-        ("keras_lstm", "fused_rnn + fused_keras_optimizer + lazy_keras_metrics + direct_keras_calls"),
+        (
+            "keras_lstm",
+            "fused_rnn + fused_keras_optimizer + lazy_keras_metrics + direct_keras_calls + direct_keras_loss",
+        ),
         ("keras_dense", "fused_keras_optimizer"),
         ("keras_conv", "fused_keras_optimizer"),
         ("lightning_manual", "fused_optimizer"),

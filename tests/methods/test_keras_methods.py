@@ -271,7 +271,8 @@ def test_direct_keras_loss_leaves_class_weights_to_keras(keras):
     assert run.effect_checks["direct_keras_loss"]() == "4 losses were computed directly"  # of the validation
 
 
-def test_direct_keras_loss_follows_a_model_that_is_compiled_again(keras):
+@pytest.mark.parametrize("recipe", ["direct_keras_loss", "direct_keras_loss + lazy_keras_metrics + direct_keras_calls"])
+def test_keras_methods_follow_a_model_that_is_compiled_again(keras, recipe):
     def weights(recipe: str) -> list[numpy.ndarray]:
         keras.utils.set_random_seed(3)
         x = numpy.random.default_rng(0).normal(size=(64, 3)).astype("float32")
@@ -283,13 +284,79 @@ def test_direct_keras_loss_follows_a_model_that_is_compiled_again(keras):
         history = model.fit(x, x, epochs=1, verbose=0).history
         return [*model.get_weights(), *history["loss"], *history["mse"]]
 
-    assert all(numpy.array_equal(a, b) for a, b in zip(weights("baseline"), weights("direct_keras_loss"), strict=True))
+    assert all(numpy.array_equal(a, b) for a, b in zip(weights("baseline"), weights(recipe), strict=True))
+
+
+def own_loss(y_true, y_pred):
+    weights = torch.arange(1.0, 5.0, dtype=torch.float64)  # the values are float64, the loss of Keras is float32
+    return ((y_pred - y_true).square() * weights).mean(1)
+
+
+def test_loss_function_of_the_user_is_left_to_keras(keras):
+    def layers(of):
+        return [of.Dense(4)]
+
+    labels = lambda random: random.normal(size=(96, 4))  # noqa: E731
+    weights, history, _ = history_of(keras, "baseline", layers, own_loss, labels)
+    others, same, run = history_of(keras, "direct_keras_loss", layers, own_loss, labels)
+    assert all(numpy.array_equal(a, b) for a, b in zip(weights, others, strict=True)) and history == same
+    with pytest.raises(NoEffectError, match="own_loss is no built-in loss that is a mean over the batch"):
+        run.effect_checks["direct_keras_loss"]()
+
+
+def test_regularizer_of_a_layer_that_is_trained_later_counts(keras):
+    def trained_twice(recipe: str) -> list[numpy.ndarray]:
+        keras.utils.set_random_seed(3)
+        x = numpy.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+        frozen = keras.layers.Dense(3, kernel_regularizer="l2", trainable=False)
+        model = keras.Sequential([keras.layers.Input((3,)), frozen, keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+        model.optimizer.build(model.variables)  # those that are trained later, too
+        applied(recipe, model)
+        model.fit(x, x, epochs=1, verbose=0)
+        frozen.trainable = True
+        model.fit(x, x, epochs=1, verbose=0)
+        return model.get_weights()
+
+    one, other = trained_twice("baseline"), trained_twice("direct_keras_loss + direct_keras_calls")
+    assert all(numpy.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_own_compute_loss_of_the_object_is_called(keras):
+    x = numpy.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    run = applied("direct_keras_loss", model)
+    called, original = [], model.compute_loss
+    model.__dict__["compute_loss"] = lambda *args, **kwargs: called.append(1) or original(*args, **kwargs)
+    model.fit(x, x, epochs=1, verbose=0)
+    assert len(called) >= 2 and not run.no_effect  # Keras also calls it once to build
+    other = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(3)])
+    other.compile("sgd", "mse")
+    other.__dict__["compute_loss"] = other.compute_loss
+    ((_, why),) = applied("direct_keras_loss", other).no_effect
+    assert why == "Sequential has its own compute_loss"
+
+
+def test_stateless_call_uses_the_weights_that_it_is_given(keras):
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    applied("direct_keras_calls", model)
+    zeros = [torch.zeros_like(variable.value) for variable in model.trainable_variables]
+    outputs, _ = model.stateless_call(zeros, [], torch.ones(4, 3), training=True)
+    assert not outputs.any() and model(torch.ones(4, 3), training=True).any()
+
+
+def test_direct_call_of_a_model_ends_when_a_layer_is_added(keras):
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    applied("direct_keras_calls", model)
+    model.add(keras.layers.Dense(5))
+    assert model(torch.ones(4, 3), training=True).shape == (4, 5)
 
 
 def test_direct_call_of_the_model_leaves_errors_of_shape_and_symbolic_calls_to_keras(keras):
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
     applied("direct_keras_calls", model)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(ValueError, match="incompatible with the layer"):
         model(torch.zeros(4, 5), training=True)
     outer = keras.Input((3,))
     assert keras.Model(outer, model(outer, training=False)).output_shape == (None, 2)

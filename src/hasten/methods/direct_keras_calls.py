@@ -11,7 +11,7 @@ import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext
 from hasten._torch_compat import has_forward_hooks
-from hasten.utils.keras_models import NO_KERAS, is_keras
+from hasten.utils.keras_models import NO_KERAS, computes_in, is_keras, is_stateless
 
 DIRECT = {  # layers of Keras whose output depends on their inputs, weights and ``training`` alone
     *("Dense", "Dropout", "Activation", "ReLU", "LeakyReLU", "ELU", "Softmax", "PReLU"),
@@ -22,6 +22,7 @@ DIRECT = {  # layers of Keras whose output depends on their inputs, weights and 
     *("Flatten", "Reshape", "Permute", "ZeroPadding2D", "UpSampling2D"),
     *("LSTM", "GRU", "SimpleRNN"),
 }
+CONTAINERS = "InputLayer", "Functional", "Sequential", "LSTMCell", "GRUCell", "SimpleRNNCell"  # within a model
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class DirectKerasCalls(Method):
         source="https://keras.io/api/layers/base_layer/",
         gain=(1.0, 1.6),
         gain_when="a Keras model has small layers, most on the CPU",
-        accelerates={"forward", "evaluation"},
+        accelerates={"forward", "evaluation", "logging"},
         applies_to={"keras"},
     )
 
@@ -52,11 +53,12 @@ class DirectKerasCalls(Method):
             return run.report_no_effect(self, f"{type(model).__name__} is no Sequential or functional model", model)
         nodes = _nodes(functional)
         direct = {id(node): call for node in nodes if (call := _direct_call(node, functional)) is not None}
-        if not direct:
-            return run.report_no_effect(self, "no layer can be called directly", model)
+        if not direct or getattr(model, "jit_compile", False):
+            why = "jit_compile compiles the step" if direct else "no layer can be called directly"
+            return run.report_no_effect(self, why, model)
         calls = [0]
         functional.__dict__["call"] = _straight(functional, nodes, direct, calls)
-        if len(direct) == len(nodes):  # a layer of the user's may read what Keras keeps for layers within a call
+        if len(direct) == len(nodes):
             _call_model_directly(model, functional)
 
         def observe() -> str:
@@ -90,7 +92,7 @@ def _direct_call(node: Any, functional: Any) -> Callable[[Any, bool], Any] | Non
     if len(arguments.args) != 1 or len(node.input_tensors) != 1 or len(node.outputs) != 1:
         return None
     dtypes = {layer.compute_dtype, layer.variable_dtype, functional.compute_dtype, functional.variable_dtype}
-    if len(dtypes) > 1 or has_forward_hooks(layer):
+    if len(dtypes) > 1 or not computes_in(layer.compute_dtype) or has_forward_hooks(layer) or layer._remat_mode:
         return None
     if layer.activity_regularizer is not None or getattr(layer, "quantization_mode", None):
         return None
@@ -107,7 +109,7 @@ def _dense(layer: Any) -> Callable[[Any, bool], Any]:
 
     def call(x: torch.Tensor, training: bool) -> torch.Tensor:
         if x.dtype != kernel.dtype or layer.lora_enabled or layer.quantization_mode:  # may be set at any time
-            return layer(x)
+            return layer(x, training=training)
         x = torch.matmul(x, kernel)
         x = x if bias is None else torch.add(x, bias)
         return x if activation is None else activation(x)
@@ -121,7 +123,7 @@ def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: 
     Keras's own ``call`` serves calls with a mask, other arguments or anything but tensors.
     """
     tree: Any = import_module("keras.tree")
-    original = functional.call
+    original, shapes = functional.call, [x.shape for x in functional.inputs]
     sources = [id(node.input_tensors[0]) if node.input_tensors else 0 for node in nodes]
     program = [
         (direct.get(id(node)), node, source, [*map(id, node.outputs)])
@@ -130,7 +132,8 @@ def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: 
 
     def call(inputs: Any, training: Any = None, mask: Any = None, **kwargs: Any) -> Any:
         given = tree.flatten(inputs)
-        if mask is not None or kwargs or not isinstance(training, bool) or not all(map(_is_plain, given)):
+        is_usual = mask is None and not kwargs and isinstance(training, bool) and all(map(_is_plain, given))
+        if not is_usual or is_stateless() or not all(map(_fits, given, shapes)):
             return original(inputs, training=training, mask=mask, **kwargs)
         calls[0] += 1
         values = dict(zip(map(id, functional.inputs), functional._standardize_inputs(inputs), strict=True))
@@ -153,30 +156,42 @@ def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: 
 def _call_model_directly(model: Any, functional: Any) -> None:
     """Spares the model's own call Keras's preparation, for one tensor of the shape and dtype that it was built for.
 
-    ``__call__`` is looked up in the class, so that of all layers is replaced until the process ends.
+    ``__call__`` is looked up in the class, so that of all layers is replaced, once, until the process ends.
     """
-    base: Any = import_module("keras.src.layers.layer").Layer
-    original = base.__call__
-    if len(functional.inputs) != 1 or not model.built or model.activity_regularizer is not None:
+    known = {*DIRECT, *CONTAINERS, type(model).__name__}  # others may read what Keras keeps for the layers of a call
+    layers = model._flatten_layers()
+    if len(functional.inputs) != 1 or not all(_is_keras(one) and type(one).__name__ in known for one in layers):
         return
-    shape = functional.inputs[0].shape[1:]
-    dtype = getattr(torch, str(model.compute_dtype), None)
+    if model.activity_regularizer is None and not model._remat_mode:
+        model.__dict__["_hasten_direct"] = functional, getattr(torch, str(model.compute_dtype))
+        base: Any = import_module("keras.src.layers.layer").Layer
+        if not hasattr(base.__call__, "hasten"):
+            base.__call__ = _call_of(base.__call__)
+
+
+def _call_of(original: Any) -> Any:
+    """``Layer.__call__`` that calls the models directly that have the attribute ``_hasten_direct``."""
 
     @wraps(original)
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer is not model or len(args) != 1 or kwargs.keys() != {"training"}:
+        direct = layer.__dict__.get("_hasten_direct")
+        if direct is None or len(args) != 1 or kwargs.keys() != {"training"} or not layer.built:
             return original(layer, *args, **kwargs)
-        x, training = args[0], kwargs["training"]
-        if not isinstance(training, bool) or not _is_plain(x) or x.dtype != dtype or not _fits(x, shape):
+        (functional, dtype), x, training = direct, args[0], kwargs["training"]
+        is_same = layer is functional or layer.__dict__.get("_functional") is functional  # no layer was added
+        if not is_same or type(training) is not bool or not _is_plain(x) or x.dtype != dtype:
+            return original(layer, *args, **kwargs)
+        if not _fits(x, functional.inputs[0].shape) or is_stateless():
             return original(layer, *args, **kwargs)
         return torch.nn.Module.__call__(layer, x, training=training)
 
-    base.__call__ = call
+    vars(call)["hasten"] = True
+    return call
 
 
 def _fits(x: torch.Tensor, shape: Sequence[int | None]) -> bool:
-    sizes = x.shape[1:]
-    return len(sizes) == len(shape) and all(b is None or a == b for a, b in zip(sizes, shape, strict=True))
+    """Whether a batch has the shape of an input, whose unknown sizes are None."""
+    return x.ndim == len(shape) and all(b is None or a == b for a, b in zip(x.shape[1:], shape[1:], strict=True))
 
 
 def _is_plain(x: Any) -> bool:

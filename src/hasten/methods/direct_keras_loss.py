@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext
-from hasten.utils.keras_models import NO_KERAS, is_keras
+from hasten.utils.keras_models import NO_KERAS, computes_in, is_keras, is_stateless
 
 LOSSES, METRICS = "keras.src.losses.losses", "keras.src.metrics."
 MEANS = ("sum_over_batch_size", "mean")  # reductions of a loss
@@ -30,7 +30,7 @@ class DirectKerasLoss(Method):
         source="https://keras.io/api/losses/",
         gain=(1.0, 1.4),
         gain_when="the steps of a Keras model take a few milliseconds",
-        accelerates={"forward", "evaluation"},
+        accelerates={"evaluation", "logging"},
         applies_to={"keras"},
     )
 
@@ -38,14 +38,8 @@ class DirectKerasLoss(Method):
         if not is_keras(model):
             return run.report_no_effect(self, NO_KERAS, model)
         trainer: Any = import_module("keras.src.trainers.trainer").Trainer
-        cls: Any = type(model)
-        for name in ("compute_loss", "_compute_loss"):
-            if not hasattr(trainer, name):
-                return run.report_no_effect(self, f"this version of Keras has no {name}", model)
-            if getattr(cls, name, None) is not getattr(trainer, name):
-                return run.report_no_effect(self, f"{cls.__name__} has its own {name}", model)
-        if getattr(model, "_compile_loss", None) is None:
-            return run.report_no_effect(self, "the model was compiled without a loss", model)
+        if (why := _own_code(model, trainer)) or getattr(model, "_compile_loss", None) is None:
+            return run.report_no_effect(self, why or "the model was compiled without a loss", model)
         calls: Counter[str] = Counter()
         model.__dict__["_compute_loss"] = _direct_loss(model, calls)
 
@@ -58,28 +52,38 @@ class DirectKerasLoss(Method):
         return model
 
 
+def _own_code(model: Any, trainer: Any) -> str:
+    """Why the loss of the model is not computed by Keras's own functions; empty if it is."""
+    cls = type(model)
+    for name in ("compute_loss", "_compute_loss"):
+        if not hasattr(trainer, name):
+            return f"this version of Keras has no {name}"
+        if getattr(cls, name, None) is not getattr(trainer, name) or name in vars(model):
+            return f"{cls.__name__} has its own {name}"
+    return "jit_compile compiles the step" if model.jit_compile else ""
+
+
 def _direct_loss(model: Any, calls: Counter[str]) -> Callable[..., Any]:
     """``Trainer._compute_loss`` of the model; counts in ``calls`` "direct", or the reason for Keras's own code."""
-    original = model._compute_loss
-    chosen: dict[int, Any] = {}  # id of a CompileLoss, as ``compile`` makes it -> its loss, or why there is none
+    original, finish = model._compute_loss, import_module("keras.src.losses.loss").reduce_weighted_values
+    chosen: list[Any] = [None, "the loss is not built yet"]  # the CompileLoss, its loss or why there is none
 
     def compute_loss(x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
         compiled = model._compile_loss
-        if id(compiled) not in chosen and compiled is not None and compiled.built:
-            chosen.clear()
-            chosen[id(compiled)] = _loss_of(model, compiled)
+        if compiled is not chosen[0] and compiled is not None and compiled.built:
+            chosen[:] = compiled, _loss_of(model, compiled)
             for metric in _means(model):
                 metric.__dict__["update_state"] = _direct_update(metric)
-        loss = chosen.get(id(compiled), "the loss is not built yet")
-        obstacle = loss if isinstance(loss, str) else _obstacle(loss, y, y_pred, sample_weight)
-        if obstacle:
-            calls[obstacle] += 1
-            return original(x, y, y_pred, sample_weight, **kwargs)
-        values = loss.call(y.to(y_pred.dtype), y_pred)
-        if _has_mask(values):
-            calls["a mask"] += 1
+        loss: Any = chosen[1] if compiled is chosen[0] else "the loss is not built yet"
+        why: str = loss if type(loss) is str else _obstacle(model, loss, y, y_pred, sample_weight)
+        if why:
+            calls[why] += 1
             return original(x, y, y_pred, sample_weight, **kwargs)
         calls["direct"] += 1
+        values: Any = loss.call(y.to(y_pred.dtype), y_pred)
+        if _has_mask(values) or values.dtype != y_pred.dtype or not values.numel():
+            mask = getattr(values, "_keras_mask", None)
+            return finish(values, mask=mask, reduction=loss.reduction, dtype=loss.dtype)
         return values.sum() / _count(values) if values.ndim else values
 
     return compute_loss
@@ -91,10 +95,13 @@ def _loss_of(model: Any, compiled: Any) -> Any:
     if len(flat) != 1 or len(tuple(flat[0])) < 3 or tuple(flat[0][0]) or flat[0][2] is not None:
         return "the model has several losses, or weights of losses"
     loss = flat[0][1]
-    if type(loss).__module__ != LOSSES or loss.reduction not in MEANS or loss.dtype != compiled.dtype:
-        return f"{type(loss).__name__} is no built-in loss that is a mean over the batch"
-    layers = model._flatten_layers()
-    if model.losses or not all(_adds_no_loss(layer) for layer in layers):
+    function = getattr(loss, "fn", loss)
+    if type(loss).__module__ != LOSSES or getattr(function, "__module__", "") != LOSSES or loss.reduction not in MEANS:
+        return f"{getattr(function, '__name__', type(loss).__name__)} is no built-in loss that is a mean over the batch"
+    if loss.dtype != compiled.dtype or not computes_in(loss.dtype):
+        return f"the loss is computed in {loss.dtype}"
+    has_regularizer = any(getattr(variable, "regularizer", None) is not None for variable in model.variables)
+    if model.losses or has_regularizer or not all(_adds_no_loss(layer) for layer in model._flatten_layers()):
         return "layers of the model may add losses"
     return loss
 
@@ -103,14 +110,16 @@ def _adds_no_loss(layer: Any) -> bool:
     return type(layer).__module__.startswith("keras.src.") and layer.activity_regularizer is None
 
 
-def _obstacle(loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> str:
+def _obstacle(model: Any, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> str:
     if sample_weight is not None:
         return "the samples have weights"
     if not isinstance(y, torch.Tensor) or not isinstance(y_pred, torch.Tensor):
         return "the model has several outputs"
-    if str(y_pred.dtype) != f"torch.{loss.dtype}" or y.device != y_pred.device or not len(y_pred):
+    if str(y_pred.dtype) != f"torch.{loss.dtype}" or y.device != y_pred.device or not y_pred.numel():
         return f"the outputs are not {loss.dtype}, or on another device than the labels"
-    return "a mask" if _has_mask(y_pred) else ""
+    if "compute_loss" in vars(model):
+        return "the model has its own compute_loss"
+    return "a mask, or a call without state" if _has_mask(y_pred) or is_stateless() else ""
 
 
 def _count(values: torch.Tensor) -> Any:
@@ -126,10 +135,13 @@ def _means(model: Any) -> Iterator[Any]:
     """The model's metrics that are running means: of its loss, and of built-in functions."""
     means: Any = import_module(f"{METRICS}reduction_metrics")
     known = means.Mean.update_state, means.MeanMetricWrapper.update_state
-    lists = getattr(model._compile_metrics, "_flat_metrics", None) or ()
-    metrics = [metric for one in lists for metric in (getattr(one, "metrics", ()) if one else ())]
-    for metric in [model._loss_tracker, *metrics]:
-        if type(metric).__module__.startswith(METRICS) and type(metric).update_state in known:
+    lists: Any = getattr(model._compile_metrics, "_flat_metrics", None) or ()
+    metrics: list[Any] = [model._loss_tracker]
+    for one in filter(None, lists):
+        metrics.extend(getattr(one, "metrics", ()))
+    for metric in metrics:
+        is_known = type(metric).__module__.startswith(METRICS) and type(metric).update_state in known
+        if is_known and computes_in(metric.dtype) and "update_state" not in vars(metric):
             yield metric
 
 
@@ -148,12 +160,12 @@ def _direct_update(metric: Any) -> Callable[..., Any]:
         return is_tensor and values.dtype == metric.total.value.dtype and values.device == metric.total.value.device
 
     def update_mean(values: Any, sample_weight: Any = None) -> Any:
-        if type(sample_weight) is not int or not is_fit(values, 0):
+        if type(sample_weight) is not int or not is_fit(values, 0) or is_stateless():
             return original(values, sample_weight=sample_weight)
         return add(values * sample_weight, sample_weight)
 
     def update_mean_of_function(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if sample_weight is not None or _has_mask(y_pred):
+        if sample_weight is not None or _has_mask(y_pred) or is_stateless():
             return original(y_true, y_pred, sample_weight=sample_weight)
         values = metric._fn(y_true, y_pred, **metric._fn_kwargs)
         return add(values.sum(), len(values)) if is_fit(values, 1) else mean.update_state(metric, values)

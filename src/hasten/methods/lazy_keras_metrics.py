@@ -70,17 +70,18 @@ class Unread(dict[str, Any]):
 
 
 def _updated(model: Any) -> Any:
-    """A ``compute_metrics`` that updates the metrics and returns ``Unread``; it reads them in the first batch only, for
-    their names.
+    """A ``compute_metrics`` that updates the metrics and returns ``Unread``.
+
+    It reads them only in the first batch after ``compile``, for their names.
     """
-    names: list[str] = []
+    known: list[Any] = [None, None, ()]  # the metrics, the mean of the loss, the names
 
     def compute_metrics(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
         if model._compile_metrics is not None:
             model._compile_metrics.update_state(y, y_pred, sample_weight)
-        if not names:
-            names.extend(model.get_metrics_result())
-        return Unread(model, names)
+        if known[0] is not model._compile_metrics or known[1] is not model._loss_tracker:
+            known[:] = model._compile_metrics, model._loss_tracker, tuple(model.get_metrics_result())
+        return Unread(model, known[2])
 
     return compute_metrics
 

@@ -1,5 +1,6 @@
 """Keras on torch, without importing it: its models are torch modules."""
 
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -30,3 +31,18 @@ def variables_below_float64(model: nn.Module) -> list[str]:
     keras_model: Any = model
     variables = keras_model.variables if is_keras(model) else ()
     return [variable.path for variable in variables if "float" in variable.dtype and variable.dtype != "float64"]
+
+
+def computes_in(dtype: str) -> bool:
+    """Whether Keras's operations compute in the dtype of their arguments: float32, and float64 in an exactness check.
+
+    Else Keras limits float64 to float32, and computes in float32 what the CPU has no kernel for in lower precision.
+    """
+    dtypes: Any = import_module("keras.src.backend.common.dtypes")
+    return dtype == "float32" or (dtype == "float64" and dtypes.result_type(dtype, dtype) == dtype)
+
+
+def is_stateless() -> bool:
+    """Whether Keras redirects reads and updates of variables, as within ``stateless_call``."""
+    scope: Any = import_module("keras.src.backend.common.stateless_scope")
+    return scope.in_stateless_scope()
