@@ -12,6 +12,7 @@ from hasten import Card, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.keras_models import NO_KERAS, computes_in, is_keras, is_stateless
 
 LOSSES, METRICS = "keras.src.losses.losses", "keras.src.metrics."
+NOT_BUILT = "the loss is not built yet"
 MEANS = ("sum_over_batch_size", "mean")  # reductions of a loss
 
 
@@ -66,7 +67,7 @@ def _own_code(model: Any, trainer: Any) -> str:
 def _direct_loss(model: Any, calls: Counter[str]) -> Callable[..., Any]:
     """``Trainer._compute_loss`` of the model; counts in ``calls`` "direct", or the reason for Keras's own code."""
     original, finish = model._compute_loss, import_module("keras.src.losses.loss").reduce_weighted_values
-    chosen: list[Any] = [None, "the loss is not built yet"]  # the CompileLoss, its loss or why there is none
+    chosen: list[Any] = [None, NOT_BUILT]  # the CompileLoss, its loss or why there is none
 
     def compute_loss(x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
         compiled = model._compile_loss
@@ -74,9 +75,8 @@ def _direct_loss(model: Any, calls: Counter[str]) -> Callable[..., Any]:
             chosen[:] = compiled, _loss_of(model, compiled)
             for metric in _means(model):
                 metric.__dict__["update_state"] = _direct_update(metric)
-        loss: Any = chosen[1] if compiled is chosen[0] else "the loss is not built yet"
-        why: str = loss if type(loss) is str else _obstacle(model, loss, y, y_pred, sample_weight)
-        if why:
+        loss: Any = chosen[1] if compiled is chosen[0] else NOT_BUILT
+        if why := _obstacle(model, loss, y, y_pred, sample_weight):
             calls[why] += 1
             return original(x, y, y_pred, sample_weight, **kwargs)
         calls["direct"] += 1
@@ -111,6 +111,8 @@ def _adds_no_loss(layer: Any) -> bool:
 
 
 def _obstacle(model: Any, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> str:
+    if isinstance(loss, str):  # the reason why there is none
+        return loss
     if sample_weight is not None:
         return "the samples have weights"
     if not isinstance(y, torch.Tensor) or not isinstance(y_pred, torch.Tensor):
@@ -140,7 +142,8 @@ def _means(model: Any) -> Iterator[Any]:
     for one in filter(None, lists):
         metrics.extend(getattr(one, "metrics", ()))
     for metric in metrics:
-        is_known = type(metric).__module__.startswith(METRICS) and type(metric).update_state in known
+        cls: Any = type(metric)
+        is_known = cls.__module__.startswith(METRICS) and cls.update_state in known
         if is_known and computes_in(metric.dtype) and "update_state" not in vars(metric):
             yield metric
 
