@@ -55,7 +55,7 @@ class DirectKerasLoss(Method):
 
 def _own_code(model: Any, trainer: Any) -> str:
     """Why the loss of the model is not computed by Keras's own functions; empty if it is."""
-    cls = type(model)
+    cls = model.__class__
     for name in ("compute_loss", "_compute_loss"):
         if not hasattr(trainer, name):
             return f"this version of Keras has no {name}"
@@ -142,7 +142,7 @@ def _means(model: Any) -> Iterator[Any]:
     for one in filter(None, lists):
         metrics.extend(getattr(one, "metrics", ()))
     for metric in metrics:
-        cls: Any = type(metric)
+        cls = metric.__class__
         is_known = cls.__module__.startswith(METRICS) and cls.update_state in known
         if is_known and computes_in(metric.dtype) and "update_state" not in vars(metric):
             yield metric
