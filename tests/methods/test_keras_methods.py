@@ -1,5 +1,6 @@
 """Methods for Keras on torch: the same outputs, gradients and weights as Keras's own code."""
 
+import copy
 import os
 from importlib.util import find_spec
 from itertools import product
@@ -16,6 +17,7 @@ from hasten.engine.registry import make_methods
 
 if find_spec("keras") is None:
     pytest.skip("keras is not installed: pip install hasten[frameworks]", allow_module_level=True)
+h5py = pytest.importorskip("h5py")  # which Keras requires
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Keras's own warnings
 METHODS = "fused_rnn", "fused_keras_optimizer", "lazy_keras_metrics", "direct_keras_calls", "direct_keras_loss"
 
@@ -351,6 +353,40 @@ def test_direct_call_of_a_model_ends_when_a_layer_is_added(keras):
     applied("direct_keras_calls", model)
     model.add(keras.layers.Dense(5))
     assert model(torch.ones(4, 3), training=True).shape == (4, 5)
+
+
+def test_saved_model_shows_no_trace_of_the_methods(keras, tmp_path):
+    recipe = "lazy_keras_metrics + direct_keras_calls + direct_keras_loss + fused_keras_optimizer"
+    names = []
+    x = numpy.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+    for each in ("baseline", recipe):
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(3)])
+        model.compile("adam", "mse", metrics=["mae"])
+        applied(each, model)
+        model.fit(x, x, epochs=1, verbose=0)
+        model.save_weights(tmp_path / "model.weights.h5")
+        groups: list[str] = []
+        h5py.File(tmp_path / "model.weights.h5").visit(groups.append)
+        names.append(groups)
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        assert all(numpy.array_equal(*pair) for pair in zip(loaded.get_weights(), model.get_weights(), strict=True))
+    assert names[0] == names[1] and "layers/dense/vars/0" in names[0]
+
+
+def test_copy_of_a_model_trains_its_own_weights(keras):
+    recipe = "lazy_keras_metrics + direct_keras_calls + direct_keras_loss + fused_keras_optimizer"
+    x = numpy.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(3)])
+    model.compile("adam", "mse", metrics=["mae"])
+    run = applied(recipe, model)
+    model.fit(x, x, epochs=1, verbose=0)
+    before, twin = model.get_weights(), copy.deepcopy(model)
+    history = twin.fit(x, x, epochs=1, verbose=0, shuffle=False).history
+    assert all(numpy.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True))
+    assert not any(numpy.array_equal(a, b) for a, b in zip(before, twin.get_weights(), strict=True))
+    assert history == model.fit(x, x, epochs=1, verbose=0, shuffle=False).history
+    assert all(check() for check in run.effect_checks.values())
 
 
 def test_direct_call_of_the_model_leaves_errors_of_shape_and_symbolic_calls_to_keras(keras):

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext
 from hasten._torch_compat import has_forward_hooks
-from hasten.utils.keras_models import NO_KERAS, computes_in, is_keras, is_stateless
+from hasten.utils.keras_models import NO_KERAS, computes_in, is_keras, is_stateless, replace_method
 
 DIRECT = {  # layers of Keras whose output depends on their inputs, weights and ``training`` alone
     *("Dense", "Dropout", "Activation", "ReLU", "LeakyReLU", "ELU", "Softmax", "PReLU"),
@@ -57,7 +57,7 @@ class DirectKerasCalls(Method):
             why = "jit_compile compiles the step" if direct else "no layer can be called directly"
             return run.report_no_effect(self, why, model)
         calls = [0]
-        functional.__dict__["call"] = _straight(functional, nodes, direct, calls)
+        replace_method(functional, "call", _straight(functional, nodes, direct, calls))
         if len(direct) == len(nodes):
             _call_model_directly(model, functional)
 
@@ -163,27 +163,33 @@ def _call_model_directly(model: Any, functional: Any) -> None:
     if len(functional.inputs) != 1 or not all(_is_keras(one) and type(one).__name__ in known for one in layers):
         return
     if model.activity_regularizer is None and not model._remat_mode:
-        model.__dict__["_hasten_direct"] = functional, getattr(torch, str(model.compute_dtype))
+        model.__dict__["_hasten_takes"] = partial(_takes(model, functional), model)
         base: Any = import_module("keras.src.layers.layer").Layer
         if not hasattr(base.__call__, "hasten"):
             base.__call__ = _call_of(base.__call__)
 
 
+def _takes(model: Any, functional: Any) -> Callable[[Any], bool]:
+    """A function that says whether the model may be called directly with an argument."""
+    shape, dtype = functional.inputs[0].shape, getattr(torch, str(model.compute_dtype))
+
+    def takes(called: Any, x: Any) -> bool:
+        is_same = called is functional or called.__dict__.get("_functional") is functional  # no copy, no layer added
+        return is_same and model.built and _is_plain(x) and x.dtype == dtype and _fits(x, shape) and not is_stateless()
+
+    return takes
+
+
 def _call_of(original: Any) -> Any:
-    """``Layer.__call__`` that calls the models directly that have the attribute ``_hasten_direct``."""
+    """``Layer.__call__`` that calls the models directly that have the attribute ``_hasten_takes``."""
 
     @wraps(original)
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        direct = layer.__dict__.get("_hasten_direct")
-        if direct is None or len(args) != 1 or kwargs.keys() != {"training"} or not layer.built:
+        takes = layer.__dict__.get("_hasten_takes")
+        is_usual = takes is not None and len(args) == 1 and kwargs.keys() == {"training"}
+        if not is_usual or type(kwargs["training"]) is not bool or not takes(args[0]):
             return original(layer, *args, **kwargs)
-        (functional, dtype), x, training = direct, args[0], kwargs["training"]
-        is_same = layer is functional or layer.__dict__.get("_functional") is functional  # no layer was added
-        if not is_same or type(training) is not bool or not _is_plain(x) or x.dtype != dtype:
-            return original(layer, *args, **kwargs)
-        if not _fits(x, functional.inputs[0].shape) or is_stateless():
-            return original(layer, *args, **kwargs)
-        return torch.nn.Module.__call__(layer, x, training=training)
+        return torch.nn.Module.__call__(layer, args[0], training=kwargs["training"])
 
     vars(call)["hasten"] = True
     return call

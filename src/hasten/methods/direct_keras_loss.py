@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext
-from hasten.utils.keras_models import NO_KERAS, computes_in, is_keras, is_stateless
+from hasten.utils.keras_models import NO_KERAS, computes_in, is_keras, is_stateless, replace_method
 
 LOSSES, METRICS = "keras.src.losses.losses", "keras.src.metrics."
 NOT_BUILT = "the loss is not built yet"
@@ -42,7 +42,7 @@ class DirectKerasLoss(Method):
         if (why := _own_code(model, trainer)) or getattr(model, "_compile_loss", None) is None:
             return run.report_no_effect(self, why or "the model was compiled without a loss", model)
         calls: Counter[str] = Counter()
-        model.__dict__["_compute_loss"] = _direct_loss(model, calls)
+        replace_method(model, "_compute_loss", _direct_loss(model, calls))
 
         def observe() -> str:
             if not calls["direct"]:
@@ -74,7 +74,7 @@ def _direct_loss(model: Any, calls: Counter[str]) -> Callable[..., Any]:
         if compiled is not chosen[0] and compiled is not None and compiled.built:
             chosen[:] = compiled, _loss_of(model, compiled)
             for metric in _means(model):
-                metric.__dict__["update_state"] = _direct_update(metric)
+                replace_method(metric, "update_state", _direct_update(metric))
         loss: Any = chosen[1] if compiled is chosen[0] else NOT_BUILT
         if why := _obstacle(model, loss, y, y_pred, sample_weight):
             calls[why] += 1

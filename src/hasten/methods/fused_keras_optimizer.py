@@ -8,7 +8,7 @@ import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext
 from hasten._torch_compat import fused_adam_step
-from hasten.utils.keras_models import NO_KERAS, is_keras
+from hasten.utils.keras_models import NO_KERAS, is_keras, replace_method
 
 PACKAGE = "keras.src.backend.torch.optimizers"
 
@@ -41,7 +41,8 @@ class FusedKerasOptimizer(Method):
             run.report_no_effect(self, f"the kernel computes Adam and AdamW, not {type(optimizer).__name__}")
             return model
         updates = [0]
-        optimizer.__dict__["_backend_update_step"] = _fused_update(optimizer, optimizer._backend_update_step, updates)
+        update = _fused_update(optimizer, optimizer._backend_update_step, updates)
+        replace_method(optimizer, "_backend_update_step", update)
 
         def observe() -> str:
             if not updates[0]:

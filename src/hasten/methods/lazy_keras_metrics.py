@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext
-from hasten.utils.keras_models import NO_KERAS, is_keras
+from hasten.utils.keras_models import NO_KERAS, is_keras, replace_method
 
 BATCH_HOOKS = ("on_train_batch_end", "on_test_batch_end", "on_batch_end")
 INTERVAL_S = 0.05  # in which Keras's progress bar draws itself at most once
@@ -46,9 +46,9 @@ class LazyKerasMetrics(Method):
             if getattr(cls, name, None) is not getattr(trainer, name):
                 return run.report_no_effect(self, f"{cls.__name__} has its own {name}", model)
         spared = [0]
-        model.__dict__["compute_metrics"] = _updated(model)
+        replace_method(model, "compute_metrics", _updated(model))
         for name in ("train_on_batch", "test_on_batch"):  # which return the metrics of the batch
-            model.__dict__[name] = _not_lazy(model, getattr(model, name))
+            replace_method(model, name, _not_lazy(model, getattr(model, name)))
         for name in BATCH_HOOKS[:2]:
             setattr(lists, name, _lazy(getattr(lists, name), spared))
 

@@ -1,5 +1,7 @@
 """Keras on torch, without importing it: its models are torch modules."""
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -31,6 +33,15 @@ def variables_below_float64(model: nn.Module) -> list[str]:
     keras_model: Any = model
     variables = keras_model.variables if is_keras(model) else ()
     return [variable.path for variable in variables if "float" in variable.dtype and variable.dtype != "float64"]
+
+
+def replace_method(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Calls ``function`` in place of a method of one object; a deep copy of the object has the method of its class."""
+
+    def call(called: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if called is owner else getattr(type(called), name)(called, *args, **kwargs)
+
+    owner.__dict__[name] = partial(call, owner)  # Keras saves lists and objects that it finds here, but no functions
 
 
 def computes_in(dtype: str) -> bool:
