@@ -169,8 +169,8 @@ def _call_model_directly(model: Any, functional: Any) -> None:
             base.__call__ = _call_of(base.__call__)
 
 
-def _takes(model: Any, functional: Any) -> Callable[[Any], bool]:
-    """A function that says whether the model may be called directly with an argument."""
+def _takes(model: Any, functional: Any) -> Callable[[Any, Any], bool]:
+    """A function (model, argument) -> whether the model, which may be a copy, may be called directly."""
     shape, dtype = functional.inputs[0].shape, getattr(torch, str(model.compute_dtype))
 
     def takes(called: Any, x: Any) -> bool:
@@ -186,8 +186,9 @@ def _call_of(original: Any) -> Any:
     @wraps(original)
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         takes = layer.__dict__.get("_hasten_takes")
-        is_usual = takes is not None and len(args) == 1 and kwargs.keys() == {"training"}
-        if not is_usual or type(kwargs["training"]) is not bool or not takes(args[0]):
+        if takes is None or len(args) != 1 or kwargs.keys() != {"training"}:
+            return original(layer, *args, **kwargs)
+        if type(kwargs["training"]) is not bool or not takes(args[0]):
             return original(layer, *args, **kwargs)
         return torch.nn.Module.__call__(layer, args[0], training=kwargs["training"])
 
