@@ -87,6 +87,12 @@ def test_in_place_version_counts_writes():
     assert compat.in_place_version(tensor) == before + 1
 
 
+def test_in_function_transform_is_true_within_transforms_only():
+    seen = []
+    torch.func.grad(lambda x: (seen.append(compat.in_function_transform()), x.sum())[1])(torch.ones(2))
+    assert seen == [True] and not compat.in_function_transform()
+
+
 def test_is_view():
     tensor = torch.zeros(2, 2)
     assert compat.is_view(tensor[0]) and not compat.is_view(tensor)

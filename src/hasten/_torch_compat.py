@@ -64,6 +64,11 @@ def in_place_version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def in_function_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) calls this code; its tensors have no memory of their own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd treats the tensor as a view of another one."""
     return tensor._is_view()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations, prune
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import GAT, GCN, GCNConv, GINConv, GraphSAGE, SAGEConv
+from torch_geometric.nn import GAT, GCN, GCNConv, GINConv, GraphSAGE, MaxAggregation, SAGEConv
 
 from hasten import ConfigurationError
 from hasten.graph import Adjacency, aggregate, apply_maxk, fuse_aggregation
@@ -280,6 +280,55 @@ def test_graph_without_edges_and_inference_mode_compute_as_before():
     for graph in (torch.empty(2, 0, dtype=torch.long), edges(SOURCES)):
         with torch.inference_mode():
             torch.testing.assert_close(model(x, graph), reference(x, graph))
+
+
+def test_changed_aggregation_module_is_used():
+    torch.manual_seed(0)
+    reference = SAGEConv(20, 6)
+    layer, calls = copy.deepcopy(reference), Counter()
+    fuse_aggregation(layer, calls)
+    reference.aggr_module, layer.aggr_module = MaxAggregation(), MaxAggregation()
+    x = torch.randn(SOURCES, 20)
+    assert torch.equal(layer(x, edges(SOURCES)), reference(x, edges(SOURCES)))
+    assert list(calls) == ["the aggregation is MaxAggregation, neither a sum nor a mean"]
+
+
+@pytest.mark.parametrize("make", [SAGEConv, GCNConv])
+def test_graph_that_numpy_writes_is_sorted_again(make):
+    torch.manual_seed(0)
+    reference = make(20, 6).double()
+    layer, x = copy.deepcopy(reference), torch.randn(SOURCES, 20, dtype=torch.float64)
+    fuse_aggregation(layer)
+    graph = edges(SOURCES)
+    for _ in range(3):
+        torch.testing.assert_close(layer(x, graph), reference(x, graph), rtol=1e-10, atol=1e-10)
+        graph.numpy()[0, :40] = (graph.numpy()[0, :40] + 1) % SOURCES
+        graph.data[1, 50:60] = 3
+
+
+@pytest.mark.parametrize("make", [SAGEConv, GCNConv, gin])
+def test_function_transforms_leave_a_layer_to_pytorch_geometric(make):
+    torch.manual_seed(0)
+    reference = make(20, 6)
+    layer, x = copy.deepcopy(reference), torch.randn(SOURCES, 20)
+    fuse_aggregation(layer)
+    gradients = [torch.func.grad(lambda x, m=m: m(x, edges(SOURCES)).square().sum())(x) for m in (layer, reference)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("alter", [fuse_aggregation, lambda model: apply_maxk(model, 4)])
+@pytest.mark.parametrize("model", [None, [SAGEConv(4, 4)], SAGEConv])
+def test_anything_but_a_module_is_refused(alter, model):
+    with pytest.raises(ConfigurationError, match=r"the layers of a model can be altered; got (a|the class) "):
+        alter(model)
+
+
+def test_edges_and_features_of_other_types_are_refused():
+    with pytest.raises(ConfigurationError, match="edge_index is a list; expected a tensor"):
+        Adjacency.from_edge_index([[0, 1], [1, 0]], 2, 2)
+    adjacency = Adjacency.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2, 2)
+    with pytest.raises(ConfigurationError, match="aggregate expects dense features"):
+        aggregate(adjacency, torch.eye(2).to_sparse())
 
 
 def test_trained_edge_weights_get_their_gradient():

@@ -89,9 +89,10 @@ def _run_script(options: Namespace) -> CommandResult:
     """Run the user's command with the recipe; standard input, output and exit code are those of the command."""
     from hasten.hosts.launch import check_same_script, check_train, train_script
 
-    for name in ("out", "resume", "max_bad_rows"):
+    for name in ("out", "resume", "max_bad_rows", "json"):
         if getattr(options, name):
-            reason = f"{options.task} writes and resumes its own files"
+            own = "prints to standard output itself" if name == "json" else "writes and resumes its own files"
+            reason = f"{options.task} {own}"
             raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks; {reason}; leave it out")
     recipe = types.recipe_from_options(options)
     sites, device = check_train(options.task, recipe, options.recipe, options.processes, options.device)

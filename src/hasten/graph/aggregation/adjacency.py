@@ -65,6 +65,10 @@ class Adjacency:
         """
         check_integer("num_sources", num_sources, 0, MAX_NODES)
         check_integer("num_targets", num_targets, 0, MAX_NODES)
+        if not isinstance(edge_index, torch.Tensor):
+            raise ConfigurationError(
+                f"edge_index is a {type(edge_index).__name__}; expected a tensor of shape (2, edges)"
+            )
         _check_integer(edge_index=edge_index)
         if edge_index.ndim != 2 or len(edge_index) != 2:
             raise ConfigurationError(f"edge_index has the shape {tuple(edge_index.shape)}; expected (2, edges)")
@@ -113,9 +117,9 @@ class Adjacency:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A sorted graph, the in-place versions of the tensors that it was made of, and weak references to them."""
+    """A sorted graph, the states of the tensors that it was made of, and weak references to them."""
 
-    versions: list[int]
+    states: list[tuple[int, int]]
     adjacency: Adjacency
     references: list[weakref.ref[torch.Tensor]]  # the death of a tensor removes the entry
 
@@ -141,16 +145,27 @@ class AdjacencyCache:
         given = [tensor for tensor in tensors if tensor is not None]
         if any(tensor.is_inference() for tensor in given):
             return build()
-        key, versions = (*map(id, tensors), settings), [in_place_version(tensor) for tensor in given]
+        key, states = (*map(id, tensors), settings), [_state(tensor) for tensor in given]
         entry = self._entries.get(key)
-        if entry is None or entry.versions != versions:
+        if entry is None or entry.states != states:
             # another tensor may get the id of one that has died; and a sampled graph must not outlive its batch
             references = [weakref.ref(tensor, lambda _: self._entries.pop(key, None)) for tensor in given]
-            self._entries[key] = entry = Entry(versions, build(), references)
+            self._entries[key] = entry = Entry(states, build(), references)
             if len(self._entries) > CACHE_ENTRIES:
                 self._entries.popitem(last=False)
         self._entries.move_to_end(key)
         return entry.adjacency
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    """The in-place version of a tensor and, on the CPU, a checksum: NumPy and ``tensor.data`` write uncounted."""
+    if tensor.device.type != "cpu":
+        return in_place_version(tensor), 0
+    from hasten.graph.aggregation.kernels import checksum
+
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().contiguous().view(-1).view(integers[tensor.itemsize])
+    return in_place_version(tensor), int(checksum(bits.numpy()))
 
 
 def _sorted(edge_index: torch.Tensor, num_sources: int, num_targets: int) -> tuple[torch.Tensor, ...]:

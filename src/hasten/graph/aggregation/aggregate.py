@@ -44,6 +44,8 @@ def aggregate(adjacency: Adjacency, x: torch.Tensor | CBSR, reduce: str = "sum")
     if reduce not in ("sum", "mean"):
         raise ConfigurationError(f"reduce={reduce!r} is unknown; expected 'sum' or 'mean'")
     values = x.values if isinstance(x, CBSR) else x
+    if values.layout != torch.strided:
+        raise ConfigurationError(f"aggregate expects dense features, not {values.layout}; call to_dense()")
     if values.ndim != 2 or len(values) != adjacency.num_sources:
         given = f"features of shape {tuple(values.shape)}"
         raise ConfigurationError(f"{given} for {adjacency.num_sources} sources; expected a row for each source")

@@ -15,7 +15,16 @@ from torch_geometric.nn import GCNConv
 
 from hasten.graph.aggregation.adjacency import Adjacency, AdjacencyCache
 from hasten.graph.aggregation.aggregate import aggregate
-from hasten.graph.aggregation.layers import LAYERS, REDUCTIONS, adjacency_of, can_transform, obstacle, transform, update
+from hasten.graph.aggregation.layers import (
+    LAYERS,
+    REDUCTIONS,
+    adjacency_of,
+    can_transform,
+    check_model,
+    obstacle,
+    transform,
+    update,
+)
 
 FUSED = "aggregations by one kernel"  # key of the counter; the others are reasons for PyTorch Geometric's own
 
@@ -42,8 +51,12 @@ def fuse_aggregation(model: torch.nn.Module, calls: Counter[str] | None = None) 
         calls: Counts aggregations of the altered layers by ``FUSED``, or by the reason why there was no kernel.
 
     Returns:
-        The names of the altered layers.
+        The names of the altered layers; empty if there are none.
+
+    Raises:
+        ConfigurationError: ``model`` is no module.
     """
+    check_model(model)
     fusion = Fusion(Counter() if calls is None else calls, AdjacencyCache())
     names: list[str] = []
     for name, layer in model.named_modules():

@@ -196,6 +196,16 @@ def _prefetch_row(values, columns, row, k):
 
 
 @jit
+def checksum(values):
+    """64 bits that change, but for rare coincidences, when an integer or its place changes."""
+    total, spread = index(0), index(0x9E3779B97F4A7C15)
+    for place in range(len(values)):
+        weight = index(place) * spread
+        total += index(values[place]) * ((weight ^ (weight >> index(29))) | index(1))
+    return total
+
+
+@jit
 def sort_edges(sources, targets, num_sources, num_targets):
     """The CSR form of edges, sorted by (target, source), stable: two counting sorts.
 

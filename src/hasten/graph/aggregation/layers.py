@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch_geometric.nn import GCNConv, GINConv, Linear, SAGEConv
+from torch_geometric.nn import GCNConv, GINConv, Linear, MeanAggregation, SAGEConv, SumAggregation
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from hasten._torch_compat import has_forward_hooks
+from hasten._torch_compat import has_forward_hooks, in_function_transform
+from hasten.core.errors import ConfigurationError
 from hasten.graph.aggregation.adjacency import Adjacency, AdjacencyCache
 from hasten.graph.aggregation.aggregate import FLOATS
 
 LAYERS = (SAGEConv, GCNConv, GINConv)
 REDUCTIONS = {"add": "sum", "sum": "sum", "mean": "mean"}
+MODULES = {"sum": SumAggregation, "mean": MeanAggregation}
 HOOKED = ("_propagate", "_message", "_aggregate")  # what the kernels replace
 
 
@@ -41,6 +43,13 @@ def update(layer: Any, sums: torch.Tensor, target: torch.Tensor | None, is_trans
         is_transformed: Whether the features passed ``transform`` before they were summed.
     """
     return _UPDATES[type(layer)](layer, sums, target, is_transformed)
+
+
+def check_model(model: Any) -> None:
+    """Raises ConfigurationError for anything but a module, whose layers can be altered."""
+    if not isinstance(model, torch.nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigurationError(f"the layers of a model can be altered; got {given}")
 
 
 def can_transform(layer: Any) -> bool:
@@ -70,6 +79,8 @@ def obstacle(
 def _obstacle_in_layer(layer: Any) -> str:
     if not isinstance(layer.aggr, str) or layer.aggr not in REDUCTIONS:
         return f"the aggregation is {layer.aggr}, neither a sum nor a mean"
+    if type(layer.aggr_module) is not MODULES[REDUCTIONS[layer.aggr]]:
+        return f"the aggregation is {type(layer.aggr_module).__name__}, neither a sum nor a mean"
     if layer.flow != "source_to_target" or getattr(layer, "project", False) or layer.explain:
         return "the layer has flow=target_to_source, project=True or is being explained"
     hooks = [value for name, value in vars(layer).items() if name.startswith(HOOKED) and name.endswith("_hooks")]
@@ -95,6 +106,8 @@ def _obstacle_in_graph(
         return "the graph is not a tensor of shape (2, edges)"
     if torch.jit.is_tracing():
         return "the model is being traced, which would fix the graph"
+    if in_function_transform():
+        return "a transform of torch.func computes the layer"
     for other in others:
         if isinstance(other, torch.Tensor) and other.requires_grad:
             return "the edge weights are trained"

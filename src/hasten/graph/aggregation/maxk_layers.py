@@ -16,7 +16,7 @@ from torch_geometric.nn import GCNConv
 
 from hasten.graph.aggregation.adjacency import AdjacencyCache
 from hasten.graph.aggregation.aggregate import aggregate
-from hasten.graph.aggregation.layers import LAYERS, REDUCTIONS, adjacency_of, obstacle, update
+from hasten.graph.aggregation.layers import LAYERS, REDUCTIONS, adjacency_of, check_model, obstacle, update
 from hasten.graph.aggregation.maxk import MaxK, compress
 
 SPARSE = "aggregations in CBSR form"  # keys of the counter; the others are reasons for a dense aggregation
@@ -50,8 +50,9 @@ def apply_maxk(model: torch.nn.Module, k: int, calls: Counter[str] | None = None
         The names of the altered layers.
 
     Raises:
-        ConfigurationError: k is no integer from 1 up.
+        ConfigurationError: k is no integer from 1 up, or ``model`` is no module.
     """
+    check_model(model)
     mask = MaxK(k)
     layers = maxk_layers(model, k)
     masking = Masking(mask, Counter() if calls is None else calls, AdjacencyCache())
