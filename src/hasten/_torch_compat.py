@@ -66,7 +66,7 @@ def in_place_version(tensor: torch.Tensor) -> int:
 
 def in_function_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp) calls this code; its tensors have no memory of their own."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_view(tensor: torch.Tensor) -> bool:
