@@ -15,6 +15,7 @@ import torch
 from hasten.benchmarking.fork_server import (
     DeadlineError,
     Worker,
+    clean_server,
     mark_warnings_shown,
     reset_shown_warnings,
 )
@@ -425,3 +426,14 @@ def test_package_that_uses_a_gpu_while_it_is_imported_leaves_the_gpu_to_the_work
     assert done.returncode == 0, done.stderr
     first, second, shown = done.stdout.splitlines()
     assert first == second == "3.0" and "initializes CUDA" in shown
+
+
+def test_server_that_was_killed_is_named_and_replaced(tmp_path):
+    server = clean_server()
+    os.kill(server.process.pid, signal.SIGKILL)
+    with pytest.raises(RunError, match="the worker processes could not be started"):
+        server.execute(str(tmp_path), [sys.executable, "-c", "pass"], {}, str(tmp_path / "output"))
+    another = clean_server()
+    assert another is not server
+    pid = another.execute(str(tmp_path), [sys.executable, "-c", "exit(3)"], dict(os.environ), str(tmp_path / "output"))
+    assert another.exit_code(pid) == 3

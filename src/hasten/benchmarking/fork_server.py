@@ -262,14 +262,23 @@ class ForkServer:
             reply = self.control.recv(64)
             self.control.settimeout(None)
         except TimeoutError:
-            self.process.kill()
+            self._kill()
             raise DeadlineError("the deadline passed before a worker was started") from None
+        except ConnectionError:
+            self._kill()
+            reply = b""
         except BaseException:  # a late reply would be taken for that of the next request
-            self.process.kill()
+            self._kill()
             raise
         if not reply:
             raise RunError("the worker processes could not be started")
         return int(reply)
+
+    def _kill(self) -> None:
+        """Ends the server, and waits for its end: ``clean_server`` must not take it for one that lives."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(CLOSE_TIMEOUT_S)
 
 
 _servers: dict[int, ForkServer] = {}  # by process ID of the owner; a forked process inherits one that it cannot use
