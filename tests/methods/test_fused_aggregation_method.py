@@ -8,49 +8,19 @@ from torch import nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
 import hasten
-from hasten import Task
 from hasten.core.recipe import Recipe
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
 from hasten.testing import check_method, tasks
 from hasten.testing.effects import observe_effect
-
-NODES, FEATURES, HIDDEN, CLASSES = 40, 10, 24, 3
-GRAPH = torch.randint(NODES, (2, 300), generator=torch.Generator().manual_seed(0))
-
-
-class TwoLayers(nn.Module):
-    """Two layers with a ReLU between them, on one graph of all samples: a batch is a set of features of all nodes."""
-
-    def __init__(self, layer: type[nn.Module] = SAGEConv, aggr: str = "mean"):
-        super().__init__()
-        self.first, self.second = layer(FEATURES, HIDDEN, aggr=aggr), layer(HIDDEN, CLASSES, aggr=aggr)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        graph = GRAPH[:, GRAPH.amax(0) < len(x)]
-        return self.second(self.first(x, graph).relu(), graph)
-
-
-def graph_task(model=TwoLayers, **changes) -> Task:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(4 * NODES, FEATURES, generator=generator)
-    data = torch.utils.data.TensorDataset(x, x[:, :CLASSES].argmax(1))
-    return Task(
-        model=model,
-        train_data=data,
-        validation_data=data,
-        loss=nn.functional.cross_entropy,
-        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
-        metric="accuracy",
-        **{"batch_size": NODES, "epochs": 2, **changes},
-    )
+from helpers.graph_layers import CLASSES, FEATURES, GRAPH, HIDDEN, GraphModel, graph_task
 
 
 @pytest.mark.slow  # a dozen trainings each
 @pytest.mark.parametrize("layer", [SAGEConv, GCNConv])
 def test_fused_aggregation_passes_the_contract_suite(layer):
     aggr = "mean" if layer is SAGEConv else "sum"
-    results = check_method("fused_aggregation", graph_task(lambda: TwoLayers(layer, aggr)))
+    results = check_method("fused_aggregation", graph_task(lambda: GraphModel(layer, aggr)))
     assert set(results.values()) - {"passed"} == {"skipped: fused_aggregation has an effect on every task"}, results
 
 
@@ -60,7 +30,7 @@ def test_effect_counts_the_kernels():
 
 
 def test_aggregation_without_a_kernel_is_no_effect():
-    effect = observe_effect(graph_task(lambda: TwoLayers(aggr="max")), Recipe({"fused_aggregation": {}}))
+    effect = observe_effect(graph_task(lambda: GraphModel(aggr="max")), Recipe({"fused_aggregation": {}}))
     assert not effect.acts and "the aggregation is max, neither a sum nor a mean" in effect.text
 
 
