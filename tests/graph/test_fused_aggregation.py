@@ -14,6 +14,7 @@ from hasten import ConfigurationError
 from hasten.graph import Adjacency, aggregate, apply_maxk, fuse_aggregation
 from hasten.graph.aggregation import fused_layers
 from hasten.graph.aggregation.fused_layers import FUSED
+from helpers.thread_counts import with_threads
 
 SOURCES, TARGETS, EDGES = 50, 40, 600
 
@@ -77,17 +78,14 @@ def test_aggregation_has_the_same_bits_for_any_number_of_threads():
     nodes, generator = 3000, torch.Generator().manual_seed(3)
     adjacency = Adjacency.from_edge_index(torch.randint(nodes, (2, 150_000), generator=generator), nodes, nodes)
     x, gradient = torch.randn(2, nodes, 64, generator=generator)
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            leaf = x.clone().requires_grad_()
-            out = aggregate(adjacency, leaf, "mean")
-            out.backward(gradient)
-            results.append((out.detach(), leaf.grad))
-    finally:
-        torch.set_num_threads(before)
+
+    def compute() -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = aggregate(adjacency, leaf, "mean")
+        out.backward(gradient)
+        return [out.detach(), leaf.grad]
+
+    results = with_threads(compute)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 

@@ -15,6 +15,7 @@ from torch_geometric.nn import GCN, GCNConv, GINConv, GraphSAGE, SAGEConv
 from hasten import ConfigurationError
 from hasten.graph import CBSR, Adjacency, MaxK, aggregate, compress, maxk
 from hasten.graph.aggregation.maxk_layers import INPUTS, SPARSE, apply_maxk
+from helpers.thread_counts import with_threads
 
 aggregate_module = import_module("hasten.graph.aggregation.aggregate")  # hasten.graph.aggregate is the function
 SOURCES, TARGETS, EDGES = 50, 40, 600
@@ -125,17 +126,14 @@ def test_aggregation_has_the_same_bits_for_any_number_of_threads():
     nodes, generator = 3000, torch.Generator().manual_seed(3)
     adjacency = Adjacency.from_edge_index(torch.randint(nodes, (2, 150_000), generator=generator), nodes, nodes)
     x, gradient = torch.randn(2, nodes, 64, generator=generator)
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            leaf = x.clone().requires_grad_()
-            out = aggregate(adjacency, compress(leaf, 8), "mean")
-            out.backward(gradient)
-            results.append((out.detach(), leaf.grad))
-    finally:
-        torch.set_num_threads(before)
+
+    def compute() -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = aggregate(adjacency, compress(leaf, 8), "mean")
+        out.backward(gradient)
+        return [out.detach(), leaf.grad]
+
+    results = with_threads(compute)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
