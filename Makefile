@@ -32,7 +32,7 @@ BENCHMARKS := import_time engine_overhead recording_overhead denormals effect_ch
 unexport PYTHONDONTWRITEBYTECODE
 
 # Each step is a command of its own and takes at most 10 minutes; docs/gpu.md says what they show.
-GPU_STEPS := environment self_comparison planted suspended memory largest_batch hand_over launch_bound gpt copies short_batch checkpoint tune_digits tune_text
+GPU_STEPS := environment self_comparison planted suspended memory largest_batch hand_over launch_bound gpt copies short_batch checkpoint tune_digits tune_text tune_gpt_script tune_cnn_script tune_small_script
 HAS_GPU   := nvidia-smi >/dev/null 2>&1 || { echo "there is no NVIDIA GPU here: nothing was run"; exit 0; }; \
   $(MAKE) .venv/ready-dev && $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
   { echo "the PyTorch in .venv cannot use the NVIDIA GPU of this machine"; exit 1; }

@@ -6,6 +6,8 @@ and does nothing. The tests with the marker ``gpu`` (``make test-gpu``) show wha
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +20,7 @@ import torch
 from _common import finish, on_progress, parser, print_line, show
 
 TASKS = Path(gpu_tasks.__file__)
+SCRIPTS = TASKS.with_name("scripts")
 STATE = ("name", "driver_version", "compute_mode", "clocks.sm", "power.limit", "temperature.gpu")
 STATE += ("clocks_throttle_reasons.active",)
 COMPARISON_S = 45.0
@@ -31,8 +34,6 @@ SAME_PACE = 0.97  # of the first epoch, that the fifth must reach
 
 def environment() -> tuple[str, bool, dict]:
     """Step 1: the GPU, its memory, its driver, and whether something slows it down."""
-    import subprocess
-
     free, total = torch.cuda.mem_get_info()
     query = f"--query-gpu={','.join(STATE)}"
     state = subprocess.run(["nvidia-smi", query, "--format=csv"], capture_output=True, text=True).stdout.strip()
@@ -156,7 +157,8 @@ def launch_bound() -> tuple[str, bool, dict]:
     task = f"{TASKS}:launch_bound"
     verdict = diagnose(task, device="cuda", budget=40.0, on_progress=on_progress)["verdict"]
     print_line(verdict)
-    recipes = ("cuda_graph", "compile", "compile + cuda_graph + fused_optimizer", "bfloat16")
+    together = "compile + cuda_graph + fused_optimizer"
+    recipes = ("cuda_graph", "compile", "compile:mode=reduce-overhead", together, "bfloat16")
     results = {recipe: compared(task, "baseline", recipe) for recipe in recipes}
     show(("recipe", "verdict", "ratio", "spread, %"), [(name, *row_of(found)) for name, found in results.items()])
     named, gain = "waits for Python" in verdict, results["cuda_graph"]["ratio"]["median"]
@@ -279,6 +281,39 @@ def tune_text() -> tuple[str, bool, dict]:
     return tuned("tiny_shakespeare", 300.0)
 
 
+def tune_gpt_script() -> tuple[str, bool, dict]:
+    """Step 19: a search on a script that trains a GPT in float32."""
+    return tuned_script("gpt", 150.0)
+
+
+def tune_cnn_script() -> tuple[str, bool, dict]:
+    """Step 19: a search on a script that trains a residual network on images that are mirrored one by one."""
+    return tuned_script("cnn", 120.0)
+
+
+def tune_small_script() -> tuple[str, bool, dict]:
+    """Step 19: a search on a script whose layers are so small that the GPU waits for their launches."""
+    return tuned_script("small", 120.0)
+
+
+def tuned_script(training: str, budget: float) -> tuple[str, bool, dict]:
+    """A search with the command line, as a user starts it."""
+    script = ["--", sys.executable, str(SCRIPTS / "gpu_training.py"), training]
+    with tempfile.TemporaryDirectory() as directory:
+        options = ["--budget", f"{budget:g}s", "--json", "--out", directory]
+        command = [sys.executable, "-m", "hasten", "tune", *options, *script]
+        began = time.monotonic()
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)  # its progress goes to stderr
+        seconds = time.monotonic() - began
+    result = json.loads(done.stdout)
+    trials = result.get("trials", [])
+    print_line(f"exit code {done.returncode} after {seconds:.0f} s: {result.get('verdict')}; {result.get('recipe')}")
+    show(("what", "stage", "verdict", "why"), [(t["what"], t["stage"], t["verdict"], t["why"][:160]) for t in trials])
+    failed = [trial for trial in trials if trial["verdict"] == "failed"]
+    figure = f"faster, and no trial failed; it is {result.get('verdict')}, and {len(failed)} failed"
+    return figure, done.returncode == 0 and not failed, {"seconds": seconds, "result": result}
+
+
 def tuned(task: str, budget: float) -> tuple[str, bool, dict]:
     from hasten.tuning.tune import tune
 
@@ -327,6 +362,9 @@ STEPS: dict[str, Callable[[], tuple[str, bool, dict]]] = {
         checkpoint,
         tune_digits,
         tune_text,
+        tune_gpt_script,
+        tune_cnn_script,
+        tune_small_script,
     )
 }
 
