@@ -127,6 +127,7 @@ def operation_costs() -> dict[str, float]:
         "multiplication": lambda x: x * 0.9,
         "addition": lambda x: x + x,
         "matrix product": lambda x: x.view(512, 512) @ square,
+        "square root (as in Adam)": lambda x: x.sqrt(),
     }
     return {name: fastest(partial(op, denormals)) / fastest(partial(op, ones)) for name, op in operations.items()}
 

@@ -35,13 +35,13 @@ class StepSeam:
         leading: Ids of the optimizers whose updates are the steps, where the script names them; else empty.
         remaining: Steps until ``on_stop`` is called.
         backwards: Backward passes of the last step.
-        losses: Of the backward passes since ``keep_losses`` was set; detached tensors.
+        losses: Of the backward passes since ``keep_losses`` was set; numbers, or tensors of another device.
     """
 
     def __init__(self, sites: Sites, phases: PhaseTimer):
         self.sites, self.phases = sites, phases
         self.count, self.remaining, self.backwards = 0, 1, 0
-        self.active, self.keep_losses, self.losses = True, False, list[torch.Tensor]()
+        self.active, self.keep_losses, self.losses = True, False, list[float | torch.Tensor]()
         self.leading: set[int] = set()
         self.counts: dict[int, int] = {}  # updates by id of the optimizer; a dictionary with weak keys is slow
         self.optimizers: WeakSet[Optimizer] = WeakSet()  # that have updated
@@ -99,7 +99,8 @@ class StepSeam:
                 if self.began is not None:  # inside of ``step(closure)``, whose update begins now
                     self.began = self.phases.now()
             if self.keep_losses and loss.numel() == 1:
-                self.losses.append(loss.detach().clone())  # a recorded step may write the next one to the same place
+                # reading would wait for a GPU, and a recorded step may write the next loss to the same place
+                self.losses.append(loss.item() if loss.is_cpu else loss.detach().clone())
             self.passes += 1
             self.on_backward()
             if not self.has_optimizer or (self.passes >= MOST_BACKWARDS and not self.counts):
