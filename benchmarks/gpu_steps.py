@@ -157,8 +157,7 @@ def launch_bound() -> tuple[str, bool, dict]:
     task = f"{TASKS}:launch_bound"
     verdict = diagnose(task, device="cuda", budget=40.0, on_progress=on_progress)["verdict"]
     print_line(verdict)
-    together = "compile + cuda_graph + fused_optimizer"
-    recipes = ("cuda_graph", "compile", "compile:mode=reduce-overhead", together, "bfloat16")
+    recipes = ("cuda_graph", "compile", "compile + cuda_graph + fused_optimizer", "bfloat16")
     results = {recipe: compared(task, "baseline", recipe) for recipe in recipes}
     show(("recipe", "verdict", "ratio", "spread, %"), [(name, *row_of(found)) for name, found in results.items()])
     named, gain = "waits for Python" in verdict, results["cuda_graph"]["ratio"]["median"]

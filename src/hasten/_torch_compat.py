@@ -341,13 +341,12 @@ def compiler_backend(name: str, mode: str) -> Callable[[torch.fx.GraphModule, li
     return lambda graph, inputs: _inductor.compile(graph, inputs, options=_inductor.list_mode_options(mode))
 
 
-def compile_in_place(modules: list[nn.Module], backend: Callable[..., Any], copies_outputs: bool = False) -> None:
+def compile_in_place(modules: list[nn.Module], backend: Callable[..., Any]) -> None:
     """Compiles the calls of some modules, as ``nn.Module.compile`` does, whatever class their ``forward`` is from.
 
     torch.compile never starts a graph in a function of torch.nn, but follows a call into one from a function elsewhere.
     Modules of one class share a function and so a graph, other classes have code of their own: torch counts the graphs
-    of a code object and stops compiling at eight. ``copies_outputs``: where gradients are recorded, a call returns
-    copies of what the compiled code returned, which the next replay of a CUDA graph overwrites.
+    of a code object and stops compiling at eight.
 
     The whole and the short batch of an epoch each get a graph of static shapes. With torch's own rule, the first short
     batch makes the batch dimension symbolic, and the slower kernels of that graph then serve all later batches.
@@ -360,17 +359,8 @@ def compile_in_place(modules: list[nn.Module], backend: Callable[..., Any], copi
     for module in modules:
         if type(module) not in compiled:
             own = FunctionType(call.__code__.replace(), call.__globals__)
-            call_of_class = _with_static_batch_sizes(torch.compile(own, backend=backend))
-            compiled[type(module)] = _with_copied_outputs(call_of_class) if copies_outputs else call_of_class
+            compiled[type(module)] = _with_static_batch_sizes(torch.compile(own, backend=backend))
         module._compiled_call_impl = partial(compiled[type(module)], module)
-
-
-def _with_copied_outputs(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        outputs = compiled(*args, **kwargs)
-        return _pytree.tree_map_only(torch.Tensor, torch.clone, outputs) if torch.is_grad_enabled() else outputs
-
-    return call
 
 
 _MOST_STATIC_SIZES = 4  # whole batches, short ones, and the microbatches of both; further sizes share a symbolic graph
@@ -395,19 +385,6 @@ def _with_static_batch_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]
         return compiled(*args, **kwargs)
 
     return call
-
-
-def recorded_cuda_graphs(device: torch.device) -> int:
-    """How many CUDA graphs torch.compile (mode "reduce-overhead") has recorded on a GPU so far in this process."""
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    manager = trees.get_manager(index, create_if_none_exists=False) if trees else None
-
-    def count(followers: dict[Any, list[Any]]) -> int:
-        nodes = [node for each in followers.values() for node in each]
-        return len(nodes) + sum(count(node.children) for node in nodes)
-
-    return count(manager.roots) if manager else 0
 
 
 def graph_break_of(graph: torch.fx.GraphModule) -> tuple[str, str, int] | None:

@@ -22,8 +22,7 @@ pytestmark = pytest.mark.gpu
 
 BIT_EXACT = ("in_memory_batches", "in_memory_batches:place=device", "loader_workers", "prefetch_to_device")
 BIT_EXACT += ("activation_checkpointing", "expandable_segments")
-OTHERS = ("cuda_graph", "compile", "compile:mode=reduce-overhead", "channels_last", "fused_optimizer", "tf32")
-OTHERS += ("bfloat16", "float16", "cudnn_benchmark")
+OTHERS = ("cuda_graph", "compile", "channels_last", "fused_optimizer", "tf32", "bfloat16", "float16", "cudnn_benchmark")
 TASKS = {"perceptron": tasks.perceptron, "convolutional": tasks.convolutional, "transformer": tasks.transformer}
 NEW_SWITCH = """
 import torch

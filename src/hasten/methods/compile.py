@@ -20,19 +20,16 @@ from hasten._torch_compat import (
     compiler_backend,
     graph_break_of,
     graph_break_reasons,
-    recorded_cuda_graphs,
 )
 from hasten.core.errors import format_error
 from hasten.utils.blocks import repeated_blocks
 
-RECORDING = "reduce-overhead"  # the mode that replays the kernels of a graph as a CUDA graph: one launch, no Python
-MODES = ("default", RECORDING, "max-autotune-no-cudagraphs")
+MODES = ("default", "max-autotune-no-cudagraphs")  # the others record CUDA graphs, which the method cuda_graph does
 COMPILER_VARIABLES = (
     "TORCHINDUCTOR_",
     "TRITON_",
 )  # torch sets its cache directories in the environment while compiling
 MOST_BREAKS = 3  # graph breaks that the evidence lists
-Backend = Callable[[torch.fx.GraphModule, list[Any]], Any]  # (graph, example inputs) -> compiled function
 SCRIPT_EDIT = """\
 torch.compiler.config.wrap_top_frame = True  # else Module.compile skips nn.Sequential (before PyTorch 2.15)
 {model}.compile([mode={mode}][, backend={backend}])"""
@@ -45,10 +42,6 @@ class Compile(Method):
     ``nn.Module.compile`` would compile nothing where the outermost ``forward`` is torch's own, as in ``nn.Sequential``
     (before PyTorch 2.15). Compiling takes seconds to minutes at the first step; a short run never earns them back. The
     exported model is the original, uncompiled module.
-
-    ``mode="reduce-overhead"`` also records CUDA graphs, of the passes that train only: an evaluation may keep the
-    outputs of many batches, and the next replay overwrites them. A training step gets copies of its outputs. Gradients
-    that are summed over several backward passes are overwritten as well: PyTorch raises an error at the second pass.
     """
 
     card = Card(
@@ -58,7 +51,7 @@ class Compile(Method):
         gain=(1.0, 1.3),
         gain_when="GPU runs, or long ones on a CPU, that earn back the seconds of compiling; small models get slower",
         accelerates={"forward", "backward"},
-        on_gpu={"composition": True, "presets": ({"mode": RECORDING},)},
+        on_gpu={"composition": True},
         requires={"monolithic_forward"},
         order=WrapOrder.LATE,
         high_setup_cost=True,
@@ -87,22 +80,10 @@ class Compile(Method):
         parts = [model] if self.scope == "model" else repeated_blocks(model)
         if not parts:
             return run.report_no_effect(self, "the model has no sequence of blocks of one type; use scope=model", model)
-        records = self.mode == RECORDING
-        if records and (why := self._why_not_recorded(run)):
-            return run.report_no_effect(self, f"mode={RECORDING} records CUDA graphs: {why}", model)
-        unrecorded = compiler_backend(self.backend, "default" if records else self.mode)
-        recorder = GraphRecorder(compiler_backend(self.backend, self.mode), unrecorded, run.device if records else None)
-        compile_in_place(parts, recorder.compile, copies_outputs=records)
+        recorder = GraphRecorder(compiler_backend(self.backend, self.mode))
+        compile_in_place(parts, recorder.compile)
         run.observe_effect(self, recorder.observe)
         return model
-
-    def _why_not_recorded(self, run: RunContext) -> str:
-        """Why no CUDA graph can be recorded; "" if it can."""
-        if run.device.type != "cuda":
-            return f"they need an NVIDIA GPU, and this run is on {run.device}"
-        if self.backend != "inductor":
-            return f"the backend {self.backend} records none"
-        return "hasten records them in a single process only" if run.parallel is not None else ""
 
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if self.scope == "model":
@@ -112,15 +93,10 @@ class Compile(Method):
 
 
 class GraphRecorder:
-    """A compiler backend that records the graphs that ``backend`` compiles, and why each of them ends.
+    """A compiler backend that records the graphs that ``backend`` compiles, and why each of them ends."""
 
-    Graphs without gradients are left to the backend ``without_gradients``. ``recorded_on`` is the GPU on which the
-    backend records CUDA graphs, if it does.
-    """
-
-    def __init__(self, backend: Backend, without_gradients: Backend, recorded_on: torch.device | None = None):
-        self.backend, self.without_gradients, self.recorded_on = backend, without_gradients, recorded_on
-        self.graphs = 0
+    def __init__(self, backend: Callable[[torch.fx.GraphModule, list[Any]], Any]):
+        self.backend, self.graphs = backend, 0
         self.seconds_before, self.cached_before = compile_seconds(), cached_compile_seconds()
         self.reasons_before = graph_break_reasons()
         self.breaks: dict[str, None] = {}  # in order, without repetition
@@ -129,8 +105,7 @@ class GraphRecorder:
     def compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         """Compiles one graph. One that the backend cannot compile runs as it is, as in eager mode."""
         try:
-            backend = self.backend if torch.is_grad_enabled() else self.without_gradients
-            compiled = backend(graph, inputs)
+            compiled = self.backend(graph, inputs)
         except Exception as error:
             self.failures[format_error(error)] = None
             return graph.forward
@@ -152,10 +127,6 @@ class GraphRecorder:
         text = f"{self.graphs} graph{'s' * (self.graphs > 1)} compiled in {spent + cached:.1f} s"
         if cached:  # by an earlier run on this machine; a run on another one starts with an empty cache
             text += f" ({spent:.1f} s with the graphs that were in the cache)"
-        if self.recorded_on is not None:
-            if not (recorded := recorded_cuda_graphs(self.recorded_on)):
-                raise NoEffectError(f"{text}, but torch recorded no CUDA graph; TORCH_LOGS=cudagraphs tells why")
-            text += f", {recorded} CUDA graph{'s' * (recorded > 1)} recorded"
         if not breaks:
             return f"{text}, no graph break"
         more = f"; {len(breaks) - MOST_BREAKS} more" * (len(breaks) > MOST_BREAKS)
