@@ -75,5 +75,8 @@ def test_available_cpus_in_a_container_are_divided_among_ranks(version, tmp_path
         for name, content in group_files.items():
             (directory / name).write_text(content + "\n")
     assert resources.available_cpus() == 3
+    (tmp_path / "active").write_text("1\n")
+    monkeypatch.setattr(resources, "HARDWARE_THREADS", tmp_path / "active")
+    assert resources.available_cores() == 1, "of 3 hardware threads, 2 share a core"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert resources.available_cpus() == 1

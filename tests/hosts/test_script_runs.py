@@ -10,6 +10,7 @@ import pytest
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_method
+from hasten.engine.resources import available_cores
 from hasten.hosts import exactness
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.process import ScriptProcess, _processes_with
@@ -88,7 +89,9 @@ print(torch.get_num_threads(), "threads")
 
 def test_number_of_threads_that_the_script_sets_is_that_of_the_recipe(tmp_path):
     ref = written(tmp_path, THREADS)
-    assert [entry["count"] for entry in watch_script(ref)["threads"]] == [1]
+    sites = watch_script(ref)
+    assert [entry["count"] for entry in sites["threads"]] == [1]
+    assert ("idle_cores" in sites["facts"]) == (available_cores() > 1)
     for recipe, threads in (("num_threads:count=2", 2), ("malloc_tuning", 1)):
         methods = Recipe.parse(recipe).methods
         with ScriptProcess(ref, methods, seed=0, sites=known_sites(ref)) as process:

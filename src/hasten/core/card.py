@@ -62,6 +62,7 @@ FACTS = {
     "multiple_epochs": "the run has more than one epoch",
     "repeated_blocks": "the model has a sequence of blocks of one type",
     "graph_layers": "the model has layers of PyTorch Geometric",
+    "idle_cores": "PyTorch computes with fewer threads than there are cores for it",
     "matrix_weights": "some parameter has two or more dimensions",
 }
 
@@ -79,6 +80,7 @@ REMEDIES = {
     "out_of_memory": "a step does not fit into memory",
     "divergence": "the loss or the weights are no longer finite",
     "denormals": "values of the training state are denormal numbers",
+    "idle_cores": FACTS["idle_cores"],
     "unused_parameters": "some parameters have no gradient in a step, and the ranks wait for all of them",
 }
 
@@ -88,8 +90,8 @@ CEILINGS = {
     "larger_batch": "the part of a step's cost that is independent of its batch size is paid less often",
 }
 
-_TRAIT_WORDS = {"requires": TRAITS, "invalidates": TRAITS}
-_KNOWN_WORDS = _TRAIT_WORDS | {"accelerates": PHASES, "default_for": FACTS, "remedy_for": REMEDIES, "ceiling": CEILINGS}
+_KNOWN_WORDS = {"accelerates": PHASES, "default_for": FACTS, "remedy_for": REMEDIES, "ceiling": CEILINGS}
+_KNOWN_WORDS |= dict.fromkeys(("requires", "invalidates"), TRAITS)
 
 
 @dataclass(frozen=True, kw_only=True)

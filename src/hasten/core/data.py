@@ -95,8 +95,7 @@ class BatchSource:
         workers: The workers that compute the batches, if known.
         with_workers: ``(WorkerConfig or LoaderAutotuner) -> BatchSource``: the same batches, computed by these workers;
             None where ``spec`` describes how to read them, or only the current workers can compute them.
-        on_device: (bytes of all samples, ``(device) -> BatchSource``: the same batches, of samples stored on that
-            device); None if impossible.
+        on_device: (bytes of all samples, ``(device) -> BatchSource``: the same batches of samples there), or None.
         position: (epoch, start) of the epoch that ``__iter__`` returns.
     """
 

@@ -18,6 +18,7 @@ from hasten.engine.environment import cores
 
 OUR_THREADS = "HASTEN_THREADS"  # set where the launcher, not the user, set OMP_NUM_THREADS
 MEMBERSHIP, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+HARDWARE_THREADS = Path("/sys/devices/system/cpu/smt/active")  # whether cores compute with two of them
 MEMORY_FILES = {  # limit, usage, and the statistics of reclaimable file cache: of version 1, and of version 2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -38,6 +39,20 @@ def peak_memory() -> int:
 def available_cpus() -> int:
     """CPUs that this process may keep busy; an equal share for each of LOCAL_WORLD_SIZE ranks, at least 1."""
     return max(1, math.floor(min([cores(), *_cpu_quotas()])) // _local_world_size())
+
+
+def has_idle_cores() -> bool:
+    """Whether PyTorch computes with fewer threads than ``available_cores``."""
+    return torch.get_num_threads() < available_cores()
+
+
+def available_cores() -> int:
+    """``available_cpus``, where the two hardware threads of a core count once, as in PyTorch's number of threads."""
+    try:
+        has_two_threads = HARDWARE_THREADS.read_text().strip() == "1"
+    except OSError:  # unknown
+        has_two_threads = False
+    return max(1, available_cpus() // (2 if has_two_threads else 1))
 
 
 def warn_oversubscribed(processes: int) -> None:

@@ -21,9 +21,10 @@ class NumThreads(Method):
         summary="choose the number of threads inside operations",
         exactness=Exactness.EQUIVALENT_MATH,
         source="https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",
-        gain_when="small tensors, or cores that other processes use, too",
+        gain_when="small tensors, cores that other processes use, too, or fewer threads than cores (OMP_NUM_THREADS=1)",
         accelerates={"forward", "backward", "optimizer_step"},
         applies_to={"cpu"},
+        remedy_for={"idle_cores": {}},
         presets=({"count": 1}, {"count": 2}, {"count": 4}, {"count": 8}),
         script_edit={"process": "torch.set_num_threads({count})"},
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.benchmarking.arm import warm_up_steps
-from hasten.core.card import PHASES
+from hasten.core.card import PHASES, REMEDIES
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
@@ -105,7 +105,7 @@ def diagnose(
     medians = {name: interval["median"] or 1.0 for name, interval in ceilings.items() if name in measured}
     gains = possible_gains(profile, medians)
     bounds = {"system_time": gains["system_time"]} | medians | _denormals_ceiling(drift, profile.plan["steps"])
-    problems = frozenset({"denormals"} if drift.has_denormals else ())
+    problems = frozenset({"denormals"} if drift.has_denormals else ()) | profile.facts & REMEDIES.keys()
     refused = _refused(task, cards)
     able = {name: card for name, card in cards.items() if name not in refused}
     advice, not_advised = advise(profile.phases, bounds, profile.facts, able, problems)

@@ -18,6 +18,7 @@ from hasten.benchmarking.arm import Arm
 from hasten.core.errors import RunError
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.plan import Program, build
+from hasten.engine.resources import has_idle_cores
 from hasten.engine.run_dir import to_json_lines
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import LARGER_BATCH, LargerBatch, disabled_phases, import_path
@@ -149,6 +150,7 @@ def facts_of(program: Program) -> frozenset[str]:
         "workers": source.spec is not None or source.with_workers is not None,
         "multiple_epochs": plan.epochs > 1,
         "distributed": not run.ranks.is_single_process,
+        "idle_cores": run.device.type == "cpu" and has_idle_cores(),
         "evaluations": program.validation is not None and _evaluation_count(program) > 1,
     }
     return hardware_facts(run.device) | model_facts(run.model) | {fact for fact, holds in facts.items() if holds}

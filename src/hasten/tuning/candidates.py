@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from hasten.core.card import FACTS, Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, make_methods, method_class
+from hasten.engine.resources import available_cores
 from hasten.profiling.advise import amdahl
 from hasten.tuning.study import EXACT
 from hasten.tuning.systems import Candidate, candidate
@@ -90,7 +91,8 @@ def candidates_for(
     "". ``varied`` maps the arguments of the user's script that may take other values to the user's own values.
     """
     found, only = Candidates(is_restricted=selection.only is not None), selection.only
-    on_gpu = "cuda" in diagnosis.get("facts", ())
+    facts = frozenset(diagnosis.get("facts") or ())
+    on_gpu = "cuda" in facts
     chosen = [candidate(name, None, options, offered=True) for name, options in selection.offered.methods.items()]
     for advice in diagnosis["advice"]:
         name = advice["method"]
@@ -100,8 +102,10 @@ def candidates_for(
             found.not_tried.append((name, why))
         else:
             options = None if only is None else only.methods.get(name)
+            if uses_idle_cores := only is None and "idle_cores" in method_class(name).card.remedy_for.keys() & facts:
+                options = {"count": available_cores()}
             bound = advice["bound"] or (_least_bound(name, diagnosis.get("phases", {})) if on_gpu else None)
-            chosen.append(candidate(name, bound, options, on_gpu=on_gpu))
+            chosen.append(replace(candidate(name, bound, options, on_gpu=on_gpu), is_remedy=uses_idle_cores))
     if only is None:
         found.not_tried += [(entry["method"], entry["why"]) for entry in diagnosis.get("not_advised", ())]
     else:  # the user's choice overrides the advice
@@ -162,6 +166,7 @@ def _order(item: Candidate) -> tuple:
     return (
         not item.offered,
         exactness,
+        not item.is_remedy,
         "full_weights" in card.invalidates,  # more communication: pays only if the model does not fit otherwise
         "parallelize" not in card.replaces,
         card.high_setup_cost,

@@ -46,6 +46,7 @@ class Candidate:
     presets: tuple[dict, ...]  # options to try, mildest first
     bound: float | None = None  # the highest speed-up that it could give; None: unknown
     offered: bool = False  # by the user, in a file: its card is unverified, so its exactness is checked first
+    is_remedy: bool = False  # for a problem that was found, with options that are known: it is tried first
 
 
 def candidate(

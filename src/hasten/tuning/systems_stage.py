@@ -156,8 +156,9 @@ def _together(state: SearchState, exact: list[Candidate]) -> list[Recipe]:
     """[one recipe of all exact methods that have no option to choose, start fast and exclude no earlier one], or []."""
     recipe = Recipe()
     for item in exact if not state.candidates.is_restricted else ():
-        if item.presets[:1] == ({},) and not item.card.high_setup_cost and not item.offered:
-            joined = recipe.with_method(item.name)
+        has_no_choice = item.presets[:1] == ({},) or item.is_remedy
+        if has_no_choice and not item.card.high_setup_cost and not item.offered:
+            joined = recipe.with_method(item.name, **item.presets[0])
             recipe = joined if conflict_reason(joined) is None else recipe
     return [recipe] if len(recipe.methods) > 1 else []
 

@@ -46,11 +46,14 @@ def describe(session: Session) -> dict[str, Any]:
 
 def _facts(session: Session, loaders: Iterable[Any]) -> set[str]:
     """The facts of the run that method cards refer to: keys of ``hasten.core.card.FACTS``."""
-    from hasten.engine.loaders import from_loader  # a script that is only watched needs it at the end
+    from hasten.engine.loaders import from_loader  # a script that is only watched needs these at the end
+    from hasten.engine.resources import has_idle_cores
 
     models = session.models
     found = {*hardware_facts(session.device()), *session.loop.facts}
     found = found.union(*map(model_facts, models.roots))
+    if "cpu" in found and has_idle_cores():
+        found.add("idle_cores")
     if session.spec["vary"]:
         found.add("varied_arguments")
     if models.evaluations and not models.trains_in_eval_mode:
