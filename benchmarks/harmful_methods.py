@@ -2,7 +2,8 @@
 
 Each runs in a search of its own, ``hasten tune TASK --with ./harmful.py:Class``, once for every exactness class that it
 may claim, and really makes training faster. All searches share a directory, so the original is measured once. A
-harmless control method is offered, too, and must be accepted: a tuner that refuses everything is useless.
+harmless control method is offered, too, and must be accepted: a tuner that refuses everything is useless. A search on
+a script takes ``--script``; ``scripts/slow.py samples`` reads its samples slowly, which the bait makes fast.
 
 Figure: every harmful method is refused with a reason; the harmless control method is accepted.
 """
@@ -16,7 +17,8 @@ from pathlib import Path
 from _common import finish, on_progress, parser, print_progress, show
 from harmful import HARMFUL
 
-from hasten import RunError, tune
+import hasten
+from hasten import RunError
 
 FILE = Path(__file__).parent / "harmful.py"
 OTHER_METHODS = ("fused_optimizer",)  # the only other method that is tried: the search is about the offered method
@@ -26,8 +28,8 @@ def verdict_on(name: str, options) -> dict:
     """The verdict on one method."""
     method = f"{FILE}:{name}"
     try:
-        result = tune(
-            options.task,
+        result = hasten.tune(
+            hasten.script(options.script) if options.script else options.task,
             budget=options.budget,
             methods=OTHER_METHODS,
             extra=[method],
@@ -55,6 +57,9 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("names", nargs="*", metavar="NAME", help="of the methods; default: all")
     options.add_argument("--task", default="digits")
+    options.add_argument(
+        "--script", metavar="COMMAND", help="that trains, such as 'python train.py', in place of a task"
+    )
     options.add_argument("--budget", type=float, default=None, help="seconds of a search; default: that of the tuner")
     options.add_argument("--out", type=Path, default=Path("runs/harmful"), help="directory that the searches share")
     options = options.parse_args()
