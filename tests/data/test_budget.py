@@ -77,6 +77,8 @@ def test_available_cpus_in_a_container_are_divided_among_ranks(version, tmp_path
     assert resources.available_cpus() == 3
     (tmp_path / "active").write_text("1\n")
     monkeypatch.setattr(resources, "HARDWARE_THREADS", tmp_path / "active")
-    assert resources.available_cores() == 1, "of 3 hardware threads, 2 share a core"
+    assert resources.available_cores() == 3, "of 8 cores: a quota is time, whatever the hardware threads"
+    monkeypatch.setattr(resources, "cores", lambda: 4)
+    assert resources.available_cores() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert resources.available_cpus() == 1

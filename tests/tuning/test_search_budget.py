@@ -11,7 +11,6 @@ from hasten.core.errors import ProgressWarning
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.environment import cores
-from hasten.engine.resources import available_cores
 from hasten.engine.tasks import TaskRef
 from hasten.tuning import systems_stage
 from hasten.tuning.ablation import leave_one_out
@@ -269,18 +268,24 @@ def test_search_with_exposed_communication_tries_communication_methods_first():
         assert [each.name for each in found.systems] == ["ddp"]
 
 
-def test_threads_for_idle_cores_are_tried_first_with_their_number_and_together_with_methods_without_options():
+def test_threads_for_idle_cores_are_tried_first_with_their_number_and_together_with_methods_without_options(
+    monkeypatch,
+):
+    monkeypatch.setattr("hasten.profiling.advise.available_cores", lambda: 12)
     advice = [{"method": name, "bound": 2.0} for name in ("flush_denormals", "fused_optimizer", "num_threads")]
     diagnosis = {"advice": advice, "facts": ["cpu", "idle_cores"]}
     found = candidates_for(diagnosis, MethodSelection(None, Recipe()))
     remedy = found.systems[0]
-    assert (remedy.name, remedy.presets) == ("num_threads", ({"count": available_cores()},))
+    assert (remedy.name, remedy.presets) == ("num_threads", ({"count": 12}, {"count": 6}, {"count": 3}))
     state = SearchState(run_seconds=8.0, plan=PLAN, comparison_seconds=5.0, candidates=found)
     (together,) = systems_stage._together(state, found.systems)
-    assert together.methods["num_threads"] == {"count": available_cores()} and len(together.methods) == 3
+    assert together.methods["num_threads"] == {"count": 12} and len(together.methods) == 3
 
-    named = candidates_for(diagnosis, MethodSelection(Recipe({"num_threads": {"count": 1}}), Recipe()))
-    assert named.systems[0].presets == ({"count": 1},), "the user's number is the user's"
+    for options, presets in (({"count": 1}, ({"count": 1},)), ({}, remedy.presets)):
+        named = candidates_for(diagnosis, MethodSelection(Recipe({"num_threads": options}), Recipe()))
+        assert named.systems[0].presets == presets, "a number of the user's is the only one"
+    ranks = candidates_for(diagnosis, MethodSelection(None, Recipe()), processes=6)
+    assert ranks.systems[0].presets == ({"count": 2},)
 
 
 def test_find_systems_confirms_what_it_found_before_a_trial_overran_the_share_of_the_stage(monkeypatch):

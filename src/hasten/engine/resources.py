@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from hasten.core.errors import HastenWarning
 from hasten.engine.environment import cores
@@ -42,17 +43,22 @@ def available_cpus() -> int:
 
 
 def has_idle_cores() -> bool:
-    """Whether PyTorch computes with fewer threads than ``available_cores``."""
-    return torch.get_num_threads() < available_cores()
+    """Whether PyTorch computes with fewer threads than ``available_cores``, and no other rank may need them."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    is_shared = ranks > 1 and "LOCAL_WORLD_SIZE" not in os.environ
+    return torch.get_num_threads() < available_cores() and not is_shared
 
 
 def available_cores() -> int:
-    """``available_cpus``, where the two hardware threads of a core count once, as in PyTorch's number of threads."""
+    """As ``available_cpus``, but the two hardware threads of a core count once, as in PyTorch's number of threads.
+
+    Where the system does not say whether a core has two, it is taken to have them.
+    """
     try:
-        has_two_threads = HARDWARE_THREADS.read_text().strip() == "1"
-    except OSError:  # unknown
-        has_two_threads = False
-    return max(1, available_cpus() // (2 if has_two_threads else 1))
+        hardware_threads = 2 if HARDWARE_THREADS.read_text().strip() == "1" else 1
+    except OSError:
+        hardware_threads = 2
+    return max(1, math.floor(min([cores() / hardware_threads, *_cpu_quotas()])) // _local_world_size())
 
 
 def warn_oversubscribed(processes: int) -> None:

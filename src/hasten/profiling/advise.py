@@ -4,8 +4,10 @@ Works from shares of the time, measured ceilings and cards; no method's code is 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from hasten.core.card import CEILINGS, FACTS, PHASES, REMEDIES, Card
+from hasten.engine.resources import available_cores
 from hasten.reporting.result_schema import Advice, NotAdvised
 
 MIN_BOUND = 1.02  # a method whose bound is lower is not worth a trial
@@ -46,7 +48,9 @@ def advise(
             continue
         bound, why = bound_of(name, card, phases, ceilings, facts)
         if found := sorted(problems & card.remedy_for.keys()):
-            why = f"{'; '.join(REMEDIES[problem] for problem in found)}; {why}"
+            options = remedy_options(card, found[0])
+            how = f" (take {name}:{','.join(f'{key}={value}' for key, value in options.items())})" if options else ""
+            why = f"{'; '.join(REMEDIES[problem] for problem in found)}{how}; {why}"
         if bound is not None and bound < MIN_BOUND:
             not_advised.append({"method": name, "why": why})
         else:
@@ -63,6 +67,15 @@ def advise(
         )
 
     return sorted(advice, key=order), not_advised
+
+
+def remedy_options(card: Card, problem: str, processes: int = 1) -> dict[str, Any]:
+    """The options of a method against a problem: those of its card, or for idle cores a thread for each core.
+
+    ``processes`` share the cores of this machine.
+    """
+    threads = {"count": max(1, available_cores() // processes)} if problem == "idle_cores" else {}
+    return {**card.remedy_for[problem], **threads}
 
 
 def advise_without_profile(facts: frozenset[str], cards: Mapping[str, Card]) -> tuple[list[Advice], list[NotAdvised]]:

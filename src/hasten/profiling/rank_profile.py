@@ -23,7 +23,7 @@ from hasten.benchmarking.arm import Arm
 from hasten.benchmarking.blocks import SYNC_PERIOD_BUDGETS, block_steps, check_blocks_are_fair
 from hasten.benchmarking.ratio import ALPHA, Ratio, ratio_of, spread
 from hasten.benchmarking.system_noise import SystemNoise
-from hasten.core.card import Card
+from hasten.core.card import REMEDIES, Card
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S, SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.progress import ProgressCallback, no_progress
@@ -258,7 +258,8 @@ def _advise(
         seconds = measure_cast_seconds(cost["bytes"], probe.program.run.device)
         for name in rounding:
             bounds[name], reasons[name] = cast_speedup(cost, seconds, step)
-    advice, not_advised = advise(phases, bounds, facts_of(probe.program), cards)
+    facts = facts_of(probe.program)
+    advice, not_advised = advise(phases, bounds, facts, cards, facts & REMEDIES.keys())
     for row in (*advice, *not_advised):
         row["why"] = reasons.get(row["method"], row["why"])
         if cards[row["method"]].default_for and exchanging:

@@ -13,8 +13,7 @@ from hasten.core.card import FACTS, Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, make_methods, method_class
-from hasten.engine.resources import available_cores
-from hasten.profiling.advise import amdahl
+from hasten.profiling.advise import amdahl, remedy_options
 from hasten.tuning.study import EXACT
 from hasten.tuning.systems import Candidate, candidate
 from hasten.tuning.varied_arguments import sets_arguments, with_varied
@@ -83,12 +82,14 @@ def candidates_for(
     selection: MethodSelection,
     refusal: Callable[[Recipe], str] = lambda recipe: "",
     varied: Mapping[str, float] | None = None,
+    processes: int = 1,
 ) -> Candidates:
     """The candidates in the order in which to try them (``_order``): cheap proofs and high bounds first.
 
     The ``advice`` of the diagnosis holds the upper bounds of speed-ups, its ``not_advised`` the reasons for methods
     that are not tried. ``refusal`` returns why a recipe cannot run where the task's loop is, such as in a script, or
     "". ``varied`` maps the arguments of the user's script that may take other values to the user's own values.
+    ``processes`` train together on this machine.
     """
     found, only = Candidates(is_restricted=selection.only is not None), selection.only
     facts = frozenset(diagnosis.get("facts") or ())
@@ -102,10 +103,8 @@ def candidates_for(
             found.not_tried.append((name, why))
         else:
             options = None if only is None else only.methods.get(name)
-            if uses_idle_cores := only is None and "idle_cores" in method_class(name).card.remedy_for.keys() & facts:
-                options = {"count": available_cores()}
             bound = advice["bound"] or (_least_bound(name, diagnosis.get("phases", {})) if on_gpu else None)
-            chosen.append(replace(candidate(name, bound, options, on_gpu=on_gpu), is_remedy=uses_idle_cores))
+            chosen.append(candidate(name, bound, options, on_gpu=on_gpu))
     if only is None:
         found.not_tried += [(entry["method"], entry["why"]) for entry in diagnosis.get("not_advised", ())]
     else:  # the user's choice overrides the advice
@@ -115,6 +114,7 @@ def candidates_for(
             for name, options in only.methods.items()
             if name not in handled
         ]
+    chosen = [_for_idle_cores(item, processes) for item in chosen] if "idle_cores" in facts else chosen
     for item in sorted(with_varied(chosen, varied or {}), key=_order):
         if why := refusal(Recipe({item.name: {}})):
             found.not_tried.append((item.name, why))
@@ -125,6 +125,19 @@ def candidates_for(
         else:
             found.training.append(item)
     return found
+
+
+def _for_idle_cores(item: Candidate, processes: int) -> Candidate:
+    """A candidate that can use idle cores: a thread for each core first, then for each second and fourth one.
+
+    Others, and one with options of the user, stay as they are.
+    """
+    if "idle_cores" not in item.card.remedy_for or item.presets != item.card.presets:
+        return item
+    most = remedy_options(item.card, "idle_cores", processes)
+    presets = [{name: value // part for name, value in most.items()} for part in (1, 2, 4)]
+    presets = tuple(one for one in presets if min(one.values()) > 1)
+    return replace(item, is_remedy=True, presets=presets) if presets else item
 
 
 def _least_bound(name: str, phases: Mapping[str, float]) -> float | None:

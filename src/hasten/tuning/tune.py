@@ -353,6 +353,6 @@ def _diagnose(study: Study, state: SearchState, selection: MethodSelection, vari
         advice, not_advised = advise_without_profile(frozenset(plan["facts"]), cards)
         state.diagnosis = {"advice": advice, "not_advised": not_advised, "facts": plan["facts"]}
     study.start_step = _start_of_comparisons(state.diagnosis, plan, budget.total)
-    state.candidates = candidates_for(state.diagnosis, selection, study.refusal, varied)
+    state.candidates = candidates_for(state.diagnosis, selection, study.refusal, varied, study.processes)
     for name, why in state.candidates.not_tried:
         study.note(name, "diagnosis", "not tried", why)

@@ -40,7 +40,7 @@ class TrainingBlock:
         session.synchronize()
         now, before, after = time.perf_counter(), self.usage, resource.getrusage(resource.RUSAGE_SELF)
         evaluated = session.models.evaluated_seconds - self.evaluated
-        losses, steps.keep_losses = [float(loss) for loss in steps.losses], False
+        losses, steps.keep_losses = [float(loss.real) for loss in steps.losses], False
         result = {
             "count": steps.count - self.step,
             "seconds": now - self.began - evaluated,
