@@ -90,8 +90,8 @@ CEILINGS = {
     "larger_batch": "the part of a step's cost that is independent of its batch size is paid less often",
 }
 
-_KNOWN_WORDS = {"accelerates": PHASES, "default_for": FACTS, "remedy_for": REMEDIES, "ceiling": CEILINGS}
-_KNOWN_WORDS |= dict.fromkeys(("requires", "invalidates"), TRAITS)
+_TRAIT_WORDS = {"requires": TRAITS, "invalidates": TRAITS}
+_KNOWN_WORDS = _TRAIT_WORDS | {"accelerates": PHASES, "default_for": FACTS, "remedy_for": REMEDIES, "ceiling": CEILINGS}
 
 
 @dataclass(frozen=True, kw_only=True)
