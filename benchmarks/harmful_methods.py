@@ -39,13 +39,9 @@ def verdict_on(name: str, options) -> dict:
         )
     except RunError as error:
         return {"name": name, "accepted": None, "why": f"the search failed: {error}", "trials": []}
-    verdict = result["verdict_on"][0]
-    return {
-        "name": name,
-        "accepted": verdict["accepted"],
-        "why": verdict["why"],
-        "trials": [trial for trial in result["trials"] if name in trial["what"]],
-    }
+    trials = [trial for trial in result["trials"] if name in trial["what"]]
+    why = trials[-1]["why"] if trials else "it was not tried"
+    return {"name": name, "accepted": method in result["recipe"], "why": why, "trials": trials}
 
 
 def _measured(answer: dict) -> bool:

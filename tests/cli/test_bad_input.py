@@ -152,6 +152,8 @@ FILES = {
 
 # arguments of `hasten`, required content of the error line
 INVALID_REQUESTS = [
+    ("tune python train.py", "unexpected argument 'train.py'; a command of yours comes after --: hasten tune --"),
+    ("tune --budget 2 minutes -- python train.py", "unexpected argument 'minutes' before --; see hasten tune --help"),
     ("trian digits", "did you mean train?"),
     ("train", "TASK"),
     ("train digits extra", "extra"),

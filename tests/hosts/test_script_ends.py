@@ -142,3 +142,9 @@ Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 def test_reason_of_an_error_of_cuda_is_not_its_general_advice():
     assert _reason(CUDA_FAILS) == "torch.AcceleratorError: CUDA error: out of memory (train.py:7)"
     assert _reason("Traceback\nValueError: no data\nthe job failed") == "the job failed"
+
+
+def test_reason_is_the_first_line_of_an_error_message_of_several_lines():
+    lines = ["Traceback (most recent call last):", '  File "/home/user/train.py", line 7, in <module>', "    load()"]
+    message = ["_pickle.UnpicklingError: Weights only load failed.", "Check the documentation of torch.load."]
+    assert _reason("\n".join(lines + message)) == f"{message[0]} (train.py:7)"

@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console, Group
 
-from hasten.reporting import terminal, terminal_deploy, terminal_methods
+from hasten.reporting import terminal, terminal_deploy, terminal_methods, view_model
+from hasten.reporting.validation import validate
 from helpers import sample_results as samples
 
 ANSWERS = {
@@ -297,3 +298,9 @@ def test_method_page_shows_its_whole_card():
         "wrapped by ema",
     ):
         assert needed in text
+
+
+def test_speed_up_of_steps_alone_is_not_called_that_of_the_training():
+    result = validate(samples.faster() | {"evidence": "exact", "time_to_target": {}, "training_seconds": {}})
+    assert view_model.tune_headline(result).startswith("Steps 5.1× faster")
+    assert "A whole training also starts and evaluates, so it gains less." in view_model.tune_sentence(result)

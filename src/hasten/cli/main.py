@@ -123,10 +123,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
     """Parse the command line; ConfigurationError if it is wrong, None if it has no command and the help was printed."""
     parser = build_parser()
     own, command = split_command(argv)
-    options, unknown = parser.parse_known_args(own if command is None else [*own, " ".join(command) or COMMAND])
+    task = [] if command is None else [" ".join(command) or COMMAND]
+    options, unknown = parser.parse_known_args([*own, *task])
     options.argv = argv
-    if unknown:
-        raise _unknown_argument(unknown, options.verb)
+    if unknown:  # the command is where another word before -- took its place
+        raise _unknown_argument([options.task] if unknown == task else unknown, options.verb, command is not None)
     if command is not None:
         from hasten.hosts.script_ref import ScriptRef
 
@@ -193,11 +194,14 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message}; see {self.prog} --help")
 
 
-def _unknown_argument(unknown: list[str], verb: str | None) -> ConfigurationError:
+def _unknown_argument(unknown: list[str], verb: str | None, has_command: bool) -> ConfigurationError:
     names = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
     if not names:
         program = f"hasten {verb}" if verb else "hasten"
-        return ConfigurationError(f"unexpected argument {unknown[0]!r}; see {program} --help")
+        place = " before --" if has_command else ""
+        hint = f"; a command of yours comes after --: {program} -- python train.py"
+        remedy = hint if verb in OF_SCRIPTS and not has_command else f"; see {program} --help"
+        return ConfigurationError(f"unexpected argument {unknown[0]!r}{place}{remedy}")
     parser = argument_types.common_options()
     if verb:
         COMMANDS[verb].add_arguments(parser)

@@ -42,6 +42,8 @@ NOT_LOADED = (
     "leave such a flag out"
 )
 CUDA_ERROR = re.compile(r"[\w.]*Error: CUDA error: ")  # the line that says which; others with general advice follow
+TRACEBACK = "Traceback (most recent call last)"
+ERROR_TYPE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b")  # at the begin of a message
 MAX_TRACEBACK = 40  # lines that are repeated
 
 
@@ -257,8 +259,8 @@ class ScriptProcess:
             raise MemoryExhaustedError(text.replace(" by itself", ""))
         if self.methods:
             raise RunError(text.replace(" by itself", ""))
-        if "Traceback (most recent call last)" in output:
-            lines = output[output.rindex("Traceback (most recent call last)") :].splitlines()
+        if TRACEBACK in output:
+            lines = output[output.rindex(TRACEBACK) :].splitlines()
             print("\n".join(lines[-MAX_TRACEBACK:]), file=sys.stderr)
         raise ConfigurationError(text)
 
@@ -349,7 +351,10 @@ def _reason(output: str) -> str:
         return "it printed nothing"
     if lines[-1].startswith("EOFError") or "EOF when reading a line" in lines[-1]:
         return "it asks for input, and its standard input is empty here (/dev/null)"
-    reason = next((line for line in reversed(lines) if CUDA_ERROR.match(line)), lines[-1])
+    reason = next((line for line in reversed(lines) if CUDA_ERROR.match(line)), None)
+    if reason is None:  # of a message of several lines, the one with the type of the error
+        types = [line for line in output.rpartition(TRACEBACK)[2].splitlines() if ERROR_TYPE.match(line)]
+        reason = types[-1].strip() if TRACEBACK in output and types else lines[-1]
     frames = re.findall(r'File "([^"]+)", line (\d+)', output)
     own = [(file, line) for file, line in frames if "site-packages" not in file and "/lib/python" not in file]
     where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own and "Error" in reason else ""

@@ -277,7 +277,7 @@ def _unsuccessful(trials: Sequence[Json]) -> list[RenderableType]:
     parts += [indented(Text(f"not measured: {why}", DIM)) for why in dict.fromkeys(reasons)]
     more = len(rejected) - len(shown) - len(no_effect)
     if more:
-        text = f"and {more} more" if parts else f"{more} were not tried"
+        text = f"and {more} more" if parts else f"{formatting.count(more, 'method was', 'methods were')} not tried"
         parts.append(indented(Text(f"{text}; the report lists all of them", DIM)))
     return [Text(), *parts] if parts else []
 

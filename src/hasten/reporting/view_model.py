@@ -80,8 +80,15 @@ def tune_headline(result: Json) -> str:
         verdict = result["verdict"].capitalize()
         return _so_far(verdict or ("No answer yet" if result["is_partial"] else "No verdict"), result)
     before, after = training_times(result)
-    text = f"{after} instead of {before}" if before else f"{formatting.ratio(result['speedup']['median'])} faster"
+    gain = f"{'Steps ' * is_of_steps(result)}{formatting.ratio(result['speedup']['median'])} faster"
+    text = f"{after} instead of {before}" if before else gain
     return _so_far(f"{text}, estimated" if result["evidence"] == "estimated" else text, result)
+
+
+def is_of_steps(result: Json) -> bool:
+    """Whether the speed-up is that of training steps only: nothing is known about a whole training or a target."""
+    is_known = training_times(result)[0] or result["time_to_target"].get("tuned")
+    return result["evidence"] in WITHOUT_GATE and not is_known
 
 
 def _so_far(text: str, result: Json) -> str:
@@ -100,7 +107,8 @@ def tune_sentence(result: Json) -> str:
     """The gain in seconds and the quality, or the reason why there is no gain."""
     if not is_recommended(result):
         return result["why"] or "No method that was tried made the training faster at equal quality."
-    return " ".join(filter(None, (_training_sentence(result), _target_sentence(result))))
+    of_steps = "A whole training also starts and evaluates, so it gains less." if is_of_steps(result) else ""
+    return " ".join(filter(None, (_training_sentence(result), _target_sentence(result), of_steps)))
 
 
 def _training_sentence(result: Json) -> str:
