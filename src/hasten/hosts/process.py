@@ -353,7 +353,8 @@ def _reason(output: str) -> str:
         return "it asks for input, and its standard input is empty here (/dev/null)"
     reason = next((line for line in reversed(lines) if CUDA_ERROR.match(line)), None)
     if reason is None:  # of a message of several lines, the one with the type of the error
-        types = [line for line in output.rpartition(TRACEBACK)[2].splitlines() if ERROR_TYPE.match(line)]
+        ending = output.rpartition(TRACEBACK)[2].splitlines()[-MAX_TRACEBACK:]
+        types = [line for line in ending if ERROR_TYPE.match(line)]
         reason = types[-1].strip() if TRACEBACK in output and types else lines[-1]
     frames = re.findall(r'File "([^"]+)", line (\d+)', output)
     own = [(file, line) for file, line in frames if "site-packages" not in file and "/lib/python" not in file]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hasten.core.card import CEILINGS, FACTS, PHASES, REMEDIES, Card
+from hasten.core.recipe import Recipe
 from hasten.engine.resources import available_cores
 from hasten.reporting.result_schema import Advice, NotAdvised
 
@@ -49,7 +50,7 @@ def advise(
         bound, why = bound_of(name, card, phases, ceilings, facts)
         if found := sorted(problems & card.remedy_for.keys()):
             options = remedy_options(card, found[0])
-            how = f" (take {name}:{','.join(f'{key}={value}' for key, value in options.items())})" if options else ""
+            how = f" (take {Recipe({name: options})})" if options else ""
             why = f"{'; '.join(REMEDIES[problem] for problem in found)}{how}; {why}"
         if bound is not None and bound < MIN_BOUND:
             not_advised.append({"method": name, "why": why})
