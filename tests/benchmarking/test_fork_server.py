@@ -437,3 +437,11 @@ def test_server_that_was_killed_is_named_and_replaced(tmp_path):
     assert another is not server
     pid = another.execute(str(tmp_path), [sys.executable, "-c", "exit(3)"], dict(os.environ), str(tmp_path / "output"))
     assert another.exit_code(pid) == 3
+
+
+def test_command_gets_a_long_environment_whole(tmp_path):
+    server, output = clean_server(), tmp_path / "output"
+    long = {f"VARIABLE_{index}": "x" * 100_000 for index in range(12)}  # as of environment modules on a cluster
+    program = "import os; print(sum(len(value) for name, value in os.environ.items() if name.startswith('VARIABLE_')))"
+    pid = server.execute(str(tmp_path), [sys.executable, "-c", program], {**os.environ, **long}, str(output))
+    assert server.exit_code(pid) == 0 and output.read_text() == "1200000\n"

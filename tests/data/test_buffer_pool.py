@@ -9,6 +9,7 @@ import torch
 
 from hasten.data import arrays
 from hasten.data.buffer_pool import (
+    ALIGNMENT,
     MAX_BLOCKS_PER_SIZE,
     MAX_FREE_BYTES,
     MAX_SIZES,
@@ -115,3 +116,10 @@ def test_thread_scratch_made_in_inference_mode_is_usable_outside():
     with torch.inference_mode():
         thread_scratch("c", (8,), torch.int64).zero_()
     assert thread_scratch("c", (8,), torch.int64).add_(1).tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("size", [1 << 16, (1 << 16) + 8, 100_000, 10_000_000])
+def test_pool_memory_is_aligned_as_that_of_torch(size):
+    """So that a batch gives the same bits in new and in reused memory."""
+    held = [acquire((size,), torch.uint8) for _ in range(5)]
+    assert [tensor.data_ptr() % ALIGNMENT for tensor in held] == [0] * 5

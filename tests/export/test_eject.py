@@ -292,6 +292,7 @@ CASES = [
     ("often_evaluated", []),
     ("often_evaluated", ["early_stopping:target_patience=2"]),
     ("plain", ["early_stopping:patience=1,min_delta=0.5"]),
+    ("with_schedule", ["early_stopping:patience=1"]),  # a metric that is to fall
     ("plain", ["ema:decay=0.9", "gradient_clipping"]),
     ("plain", ["ema:decay=0.9", "znorm"]),
     ("plain", ["gradient_accumulation:accumulation_steps=3"]),

@@ -7,8 +7,8 @@ import pytest
 
 from hasten.core.method import Method
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import method_class, method_names
-from hasten.export.patch import ScriptEdit, edit_of, line_of_model, patch_of, write_patch
+from hasten.engine.registry import make_methods, method_class, method_names
+from hasten.export.patch import ScriptEdit, edit_of, line_of_model, write_patch
 
 KINDS = {"loader", "dataset", "optimizer", "model", "process", "evaluation", "step", "by_hand"}
 
@@ -23,12 +23,16 @@ def apply(directory, files: dict[str, str], patch: str) -> dict[str, str]:
     return {name: (directory / name).read_bytes().decode() for name in files}
 
 
+def edits_of(recipe: str) -> list[ScriptEdit]:
+    return [edit_of(method) for method in make_methods(Recipe.parse(recipe))]
+
+
 def patched(directory, text: str, *edits: tuple[str, int, str], type_: str = "") -> str:
     """The text after edits, each (kind of site, line, text), and what is left to do by hand."""
     (directory / "train.py").write_bytes(text.encode())
     sites = [{"kind": kind, "file": "train.py", "line": line, "index": 1, "type": type_} for kind, line, _ in edits]
     as_edits = [ScriptEdit(f"method {i}", "does it", {kind: edit}, "") for i, (kind, _, edit) in enumerate(edits)]
-    patch = patch_of(as_edits, sites, directory, "train.py")
+    patch = write_patch(as_edits, sites, directory, "train.py")
     assert "Not in this patch" not in patch, patch
     return apply(directory, {"train.py": text}, patch)["train.py"]
 
@@ -36,7 +40,7 @@ def patched(directory, text: str, *edits: tuple[str, int, str], type_: str = "")
 def refused(directory, text: str, kind: str, line: int, edit: str, type_: str = "") -> str:
     (directory / "train.py").write_text(text)
     site = {"kind": kind, "file": "train.py", "line": line, "index": 1, "type": type_}
-    patch = patch_of([ScriptEdit("method", "does it", {kind: edit}, "do it")], [site], directory, "train.py")
+    patch = write_patch([ScriptEdit("method", "does it", {kind: edit}, "do it")], [site], directory, "train.py")
     assert "---" not in patch
     assert patch.startswith("# Not in this patch:\n#   method: does it\n") and patch.endswith("#     by hand: do it\n")
     return patch
@@ -192,7 +196,7 @@ def test_file_outside_of_the_directory_and_missing_kind_are_listed(tmp_path):
         ScriptEdit("a", "x", {"loader": "num_workers=2"}, ""),
         ScriptEdit("b", "y", {"optimizer": "fused=True"}, ""),
     ]
-    patch = patch_of(edits, [site], tmp_path, None)
+    patch = write_patch(edits, [site], tmp_path)
     assert "/usr/lib/x.py:3: lies outside of" in patch and "has no known optimizer for the edit: fused=True" in patch
     assert "---" not in patch
 
@@ -204,9 +208,8 @@ def test_several_files_are_one_patch(tmp_path):
         (tmp_path / name).write_text(text)
     sites = [{"kind": "loader", "file": "train.py", "line": 2, "index": 1}]
     sites += [{"kind": "optimizer", "file": "lib/net.py", "line": 1, "index": 1, "type": "SGD"}]
-    patch = write_patch(
-        sites, Recipe.parse("fused_optimizer + loader_workers:num_workers=3,prefetch_factor=4"), tmp_path
-    )
+    recipe = "fused_optimizer + loader_workers:num_workers=3,prefetch_factor=4"
+    patch = write_patch(edits_of(recipe), sites, tmp_path)
     assert "#   loader_workers: read samples in worker processes" in patch  # what it says about a GPU
     assert "hasten" not in patch
     result = apply(tmp_path, files, patch)
@@ -236,7 +239,7 @@ def test_method_without_an_edit_is_listed(tmp_path):
         card = method_class("ema").card
 
     Other.name = "other"
-    patch = patch_of([edit_of(Other())], [], tmp_path, None)
+    patch = write_patch([edit_of(Other())], [], tmp_path)
     assert "#   other: " in patch and "there is no edit for it" in patch
 
 
@@ -292,7 +295,7 @@ def train(directory) -> tuple[str, float]:
 def test_patched_script_trains_as_before(tmp_path, recipe, same_bits):
     (tmp_path / "train.py").write_text(SCRIPT)
     digest, norm = train(tmp_path)
-    patch = write_patch(SITES, Recipe.parse(recipe), tmp_path, "train.py")
+    patch = write_patch(edits_of(recipe), SITES, tmp_path, "train.py")
     result = apply(tmp_path, {"train.py": SCRIPT}, patch)["train.py"]
     assert result != SCRIPT and "hasten" not in result
     new_digest, new_norm = train(tmp_path)
@@ -303,7 +306,7 @@ def test_patched_script_trains_as_before(tmp_path, recipe, same_bits):
 def test_patched_script_compiles_a_sequential_model(tmp_path):
     count = "import sys\nprint(torch._dynamo.utils.counters['stats']['unique_graphs'], file=sys.stderr)\n"
     (tmp_path / "train.py").write_text(SCRIPT + count)
-    patch = write_patch(SITES, Recipe.parse("compile:backend=aot_eager"), tmp_path, "train.py")
+    patch = write_patch(edits_of("compile:backend=aot_eager"), SITES, tmp_path, "train.py")
     apply(tmp_path, {"train.py": SCRIPT + count}, patch)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr.split()[-1] == "1", done.stderr
@@ -314,7 +317,7 @@ def test_dataset_is_stacked_once_for_all_its_loaders(tmp_path):
     lines = ["import torch", "from data import DataLoader, a, b", "", ""]
     lines[2:] = "x = DataLoader(a.train, 8)", "y = DataLoader(dataset=b, batch_size=8)"
     (tmp_path / "train.py").write_text("\n".join(lines) + "\n")
-    patch = write_patch(sites, Recipe.parse("in_memory_batches"), tmp_path)
+    patch = write_patch(edits_of("in_memory_batches"), sites, tmp_path)
     result = apply(tmp_path, {"train.py": "\n".join(lines) + "\n"}, patch)["train.py"]
     assert result.count("class InMemory(") == 1 and "Not in this patch" not in patch
     assert result.splitlines()[-2:] == [

@@ -77,6 +77,14 @@ def test_fingerprint_depends_on_arguments_and_code(tmp_path):
     assert first != ScriptRef.of_command(argv, directory=str(tmp_path)).fingerprint()
 
 
+def test_link_of_an_editor_to_nothing_is_no_code(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(tmp_path))
+    before = ref.fingerprint()
+    (tmp_path / ".#train.py").symlink_to("user@host.1234")  # Emacs, while the file is not saved
+    assert ref.fingerprint() == before
+
+
 def test_script_is_no_task():
     with pytest.raises(ConfigurationError, match="is a command, and this needs a task"):
         script().load()

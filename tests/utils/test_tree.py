@@ -1,6 +1,6 @@
 """Functions mapped over nested batches."""
 
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hasten.utils.batch import batch_tensors, map_tensors
-from hasten.utils.tree import tree_leaves, tree_map
+from hasten.utils.tree import bitwise_equal, tree_leaves, tree_map
 
 
 class Pair(NamedTuple):
@@ -40,6 +40,7 @@ OPAQUE = SimpleNamespace(x=ONE)
         (Items([ONE]), Items([-ONE]), 1),
         ({"x": ONE, "more": ({"y": ONE}, 3)}, {"x": -ONE, "more": ({"y": -ONE}, 3)}, 2),
         (OrderedDict(x=ONE), OrderedDict(x=-ONE), 1),
+        (defaultdict(list, x=ONE), defaultdict(list, x=-ONE), 1),
         (UserDict(x=ONE), UserDict(x=-ONE), 1),  # as transformers.BatchEncoding
         (Sample(ONE), Sample(-ONE), 1),
         (Sample, Sample, 0),
@@ -60,3 +61,27 @@ def test_tree_map_stops_at_leaves():
     assert tree_map(lambda leaf: type(leaf).__name__, columns, is_list) == {"a": "list", "b": ("Tensor", "str")}
     assert tree_leaves(columns, is_list) == [[ONE, ONE], ONE, "text"]
     assert tree_leaves(columns) == [ONE, ONE, ONE, "text"]
+
+
+NAN = torch.tensor([float("nan"), 1.0])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (Sample(NAN), Sample(NAN.clone()), True),
+        (Sample(NAN), Sample(-NAN), False),
+        (Sample(NAN), Sample(NAN.clone(), "two"), False),
+        ([Sample(ONE)], [Pair(ONE, "one")], False),
+        ((NAN, float("nan")), (NAN.clone(), float("nan")), True),
+        (NAN, NAN.double(), False),
+    ],
+)
+def test_trees_are_equal_by_their_bits(a, b, expected):
+    assert bitwise_equal(a, b) is expected
+
+
+def test_graphs_are_compared_by_their_fields():
+    data = pytest.importorskip("torch_geometric.data")
+    graphs = [data.Data(x=torch.ones(3, 2), y=torch.tensor([1, 2, last])) for last in (3, 3, 4)]
+    assert bitwise_equal(graphs[0], graphs[1]) and not bitwise_equal(graphs[0], graphs[2])

@@ -23,7 +23,6 @@ from hasten.benchmarking.system_noise import SystemNoise
 from hasten.core.errors import MemoryExhaustedError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
-from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.data_adapters import check_process_count
 from hasten.engine.devices import pick_device
 from hasten.engine.registry import make_methods
@@ -189,9 +188,7 @@ def run_interleaved(
         DeadlineError: there were fewer than MIN_PAIRS pairs of blocks at the deadline.
     """
     for recipe in (a, b):  # before processes are started
-        methods = make_methods(recipe)
-        task.check_methods(methods)
-        check_conflicts(sort_methods(methods))
+        task.check_recipe(recipe)
     began, noise = time.monotonic(), SystemNoise()
     arms = ArmSamples(a, processes=processes[0]), ArmSamples(b, processes=processes[1])
     longest = longest or SYNC_PERIOD_BUDGETS * budget

@@ -257,7 +257,9 @@ class ForkServer:
 
     def _request(self, request: dict[str, Any], descriptors: Sequence[int] = (), timeout: float | None = None) -> int:
         try:
-            socket.send_fds(self.control, [json.dumps(request).encode()], descriptors)
+            message = json.dumps(request).encode() + b"\n"
+            sent = socket.send_fds(self.control, [message], descriptors)
+            self.control.sendall(message[sent:])
             self.control.settimeout(timeout)
             reply = self.control.recv(64)
             self.control.settimeout(None)

@@ -54,6 +54,9 @@ def _serve(control: socket.socket) -> None:
     exit_codes: dict[int, int | None] = {}  # by process ID of each worker; None while it runs
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
+        while message and not message.endswith(b"\n"):  # a large one, such as of a long environment, comes in parts
+            more = control.recv(MAX_REQUEST_BYTES)
+            message = message + more if more else b""
         if not message:
             break
         request = json.loads(message)

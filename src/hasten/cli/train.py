@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from hasten.cli import argument_types as types
 from hasten.cli.output import CommandResult, page
@@ -19,6 +20,18 @@ from hasten.core.progress import ProgressCallback
 from hasten.launch.rank_results import in_job, is_main_process, is_managed_rank, note_run, resume_directory
 
 HELP = "train a task, with a recipe if one is given"
+CHECKPOINT_EVERY_S = 30.0
+OWN_FILES = "writes and resumes its own files"
+FOR_TASKS: dict[str, tuple[Any, str]] = {  # options: (default, what a script does itself)
+    "out": (None, OWN_FILES),
+    "resume": (False, OWN_FILES),
+    "checkpoint_every": (CHECKPOINT_EVERY_S, OWN_FILES),
+    "max_bad_rows": (None, "reads its own data"),
+    "json": (False, "prints to standard output itself"),
+    "seed": (0, "sets its own seeds"),
+    "max_restarts": (types.DEFAULT_RESTARTS, "starts its own processes"),
+    "timeout": (types.DEFAULT_TIMEOUT_S, "starts its own processes"),
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-every",
         type=types.duration,
-        default=30.0,
+        default=CHECKPOINT_EVERY_S,
         metavar="TIME",
         help="interval between checkpoints (default: 30s); longer if saving would take more than 1 %% of the run",
     )
@@ -89,11 +102,9 @@ def _run_script(options: Namespace) -> CommandResult:
     """Run the user's command with the recipe; standard input, output and exit code are those of the command."""
     from hasten.hosts.launch import check_same_script, check_train, train_script
 
-    for name in ("out", "resume", "max_bad_rows", "json"):
-        if getattr(options, name):
-            own = "prints to standard output itself" if name == "json" else "writes and resumes its own files"
-            reason = f"{options.task} {own}"
-            raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks; {reason}; leave it out")
+    for name, (default, own) in FOR_TASKS.items():
+        if getattr(options, name) not in (None, default):
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks; {options.task} {own}; leave it out")
     recipe = types.recipe_from_options(options)
     sites, device = check_train(options.task, recipe, options.recipe, options.processes, options.device)
     check_same_script(options.task, sites)

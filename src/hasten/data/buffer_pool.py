@@ -17,6 +17,7 @@ MAX_BLOCKS_PER_SIZE = 8
 MAX_SIZES = 32  # batches whose sizes keep changing must not fill the memory
 MAX_FREE_BYTES = 1 << 30  # of all blocks in the pool
 MIN_POOLED_BYTES = 1 << 16  # malloc itself reuses smaller blocks
+ALIGNMENT = 64  # bytes, that of torch's own memory: on other addresses kernels may sum in another order
 
 _free: dict[int, deque[numpy.ndarray]] = {}  # by size in bytes; the size that was returned last is at the end
 _scratch = threading.local()
@@ -33,7 +34,8 @@ def acquire(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     try:
         block = _free[size].pop()
     except (KeyError, IndexError):
-        block = numpy.empty(size, numpy.uint8)
+        memory = numpy.empty(size + ALIGNMENT, numpy.uint8)
+        block = memory[-memory.ctypes.data % ALIGNMENT :][:size]
     lease = block[:needed]  # a new array object: it is destroyed with the last tensor that refers to it
     weakref.finalize(lease, _release, size, block).atexit = False
     return torch.from_numpy(lease).view(dtype).view(shape)

@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy
-import psutil
 import torch
 
 from hasten.core.errors import ConfigurationError, format_error
@@ -34,6 +33,7 @@ from hasten.datatools.format_detection import (
 )
 from hasten.datatools.row_reader import CHUNK, RowReader, signature_or_reason
 from hasten.datatools.stage_throughput import read_rates, repeated_stage_rates
+from hasten.engine.resources import free_memory
 
 MAX_SIDE = 256  # pixels; larger images are measured resized to squares of this side
 PROBED_IMAGES = 16  # examined to find out whether all have one size
@@ -107,7 +107,7 @@ def inspect(
             "rows_exact": fraction == 1.0,
             "target": target,
             "resize": side_of(reader.resize),
-            "in_memory": size < psutil.virtual_memory().available / 2 and not is_remote(files[0]),
+            "in_memory": size < free_memory() / 2 and not is_remote(files[0]),
             "others": count_by_title(others),
             "classes": None,
             "columns": {},
@@ -144,7 +144,7 @@ def _add_advice(
     speed, rows, row_bytes = result["speed"], result["rows"], result["bytes"] / result["rows"]
     is_local = speed["network"] is None
     bandwidth = None if result["in_memory"] else speed["disk"] or speed["network"]
-    if reader.kind.is_table and rows * CHUNK / reader.chunk < psutil.virtual_memory().available * MEMORY_FRACTION:
+    if reader.kind.is_table and rows * CHUNK / reader.chunk < free_memory() * MEMORY_FRACTION:
         result["passes"] = "first"
     seconds = {name: 1 / speed[name] for name in ("decode", "copy") if speed[name]}  # of each stage, for a row
     if bandwidth:

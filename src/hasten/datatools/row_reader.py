@@ -215,7 +215,10 @@ def _check_decodable(row: int, where: str, content: bytes) -> None:
 def signature_or_reason(file: str, faults: BadRowPolicy) -> list:
     """Returns [path, size, version] of a file; [path, 0, reason] for a missing one that may be skipped."""
     try:
-        return file_signature(file)
+        signature = file_signature(file)
+        if signature[1] is None:
+            raise ConfigurationError(f"the server does not report the size of {file}; download the file first")
+        return signature
     except ConfigurationError as error:
         if not faults.max_rows:
             raise

@@ -245,11 +245,12 @@ class NpyWriter:
         self.like = {name: column[:1] for name, column in plan.reader.like.items()}
         for name, column in self.like.items():
             self._check(name, column)
-        safe = [re.sub(r"[^\w.-]", "_", name) for name in self.like]
-        self.names = {
-            name: f"{file}-{index}.npy" if file in safe[:index] else f"{file}.npy"
-            for index, (name, file) in enumerate(zip(self.like, safe, strict=True))
-        }
+        self.names: dict[str, str] = {}
+        for index, name in enumerate(self.like):
+            file = re.sub(r"^[.-]|[^\w.-]", "_", name) or "unnamed"  # a file that begins with a dot is hidden
+            while f"{file}.npy" in self.names.values():
+                file = f"{file}-{index}"
+            self.names[name] = f"{file}.npy"
 
     def write(self, part: int, report: ReportRows) -> ContentHash:
         digest = ContentHash()

@@ -195,7 +195,8 @@ def _named_inputs(batch: Batch) -> dict[str, Any]:
         batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
     if not isinstance(batch, Mapping):
         raise RunError(f"cannot tell input from target in a batch of type {type(batch).__name__}")
-    return {name: value for name, value in batch.items() if name not in TARGET_NAMES}
+    target = next(filter(batch.__contains__, TARGET_NAMES), None)
+    return {name: value for name, value in batch.items() if name != target}
 
 
 def _input_names(module: nn.Module, batch: Batch, task: Task) -> tuple[list[str], bool]:

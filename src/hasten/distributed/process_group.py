@@ -36,7 +36,7 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
         return
     owns_default_group = not dist.is_initialized()
     # a process that waits for other ranks has nothing to save yet: SIGINT and SIGTERM end it
-    with handle_signals((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL), _translate_peer_errors(timeout):
+    with handle_signals((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL), translate_peer_errors(timeout):
         if owns_default_group:
             if missing := [name for name in ENVIRONMENT if name not in os.environ]:
                 advice = "start the processes with hasten or torchrun"
@@ -46,7 +46,7 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
         group = _connect(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
     succeeded = False
     try:
-        with _translate_peer_errors(timeout), default_process_group_timeout(timeout):
+        with translate_peer_errors(timeout), default_process_group_timeout(timeout):
             yield _process_group_info(group)
         succeeded = True
     finally:
@@ -92,15 +92,17 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 @contextmanager
-def _translate_peer_errors(timeout: float) -> Iterator[None]:
-    """Replaces errors of gloo and NCCL about another rank by ``PeerFailure`` and ``CollectiveTimeout``."""
+def translate_peer_errors(timeout: float, gone: str = PEER_GONE) -> Iterator[None]:
+    """Replaces errors of gloo and NCCL about another rank by ``PeerFailure``, with the message ``gone``, and
+    ``CollectiveTimeout``.
+    """
     try:
         yield
     except Exception as error:
         if peer_failure(error) == "timeout":
             raise CollectiveTimeout(timeout) from error
         if peer_failure(error) == "gone":
-            raise PeerFailure(PEER_GONE) from error
+            raise PeerFailure(gone) from error
         raise
 
 

@@ -25,7 +25,8 @@ from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunErro
 from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
-from hasten.engine.registry import import_file, line_in
+from hasten.engine.composition import check_conflicts, sort_methods
+from hasten.engine.registry import import_file, line_in, make_methods
 
 ENTRY_POINTS = "hasten.workloads"
 TRAINING = ("fit", "train", "training_step")  # methods of objects that train or are trained
@@ -115,6 +116,20 @@ class TaskRef:
 
     def check_methods(self, methods: Sequence[Method]) -> None:
         """Raises ConfigurationError if a method needs a hook that cannot be offered; the engine offers all."""
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raises ConfigurationError if a recipe cannot run on this task, or if its methods exclude each other."""
+        methods = make_methods(recipe)
+        self.check_methods(methods)
+        check_conflicts(sort_methods(methods))
+
+    def refusal(self, recipe: Recipe) -> str:
+        """The reason of ``check_recipe``; "" if the recipe can run."""
+        try:
+            self.check_recipe(recipe)
+        except ConfigurationError as error:
+            return str(error)
+        return ""
 
     def start_worker(
         self, service: str, processes: int, timeout: float | None, deadline: float | None, **arguments: Any

@@ -182,6 +182,7 @@ class Trainer:
             "recipe": str(self.recipe),
             "tuned_settings": self.context.tuned_settings,
             "effects": self.program.effects.evidence,
+            "processes": self.ranks.world_size,
             "peak_memory_bytes": memory_peaks(self.ranks, self.context.device),
             "out": str(self.persistence.directory.path) if self.persistence.directory else None,
         }

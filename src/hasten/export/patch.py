@@ -7,15 +7,12 @@ hand: nothing is left out silently.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hasten.core.method import Method
-from hasten.core.recipe import Recipe
-from hasten.engine.composition import sort_methods
-from hasten.engine.registry import make_methods, options_of
+from hasten.engine.registry import options_of
 from hasten.export.source_file import CannotEditError, SourceFile
 
 NOT_IN_PATCH = "# Not in this patch:"
@@ -34,31 +31,50 @@ class ScriptEdit:
     by_hand: str  # what to do where no edit is possible
 
 
-def write_patch(
-    sites: Sequence[Site],
-    recipe: Recipe,
-    directory: str | Path,
-    script: str | None = None,
-    edit: Callable[[Method], ScriptEdit] | None = None,
-) -> str:
-    """The patch for a recipe.
+def write_patch(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: Path, script: str | None = None) -> str:
+    """The patch that makes ``edits``.
 
     Args:
+        edits: Those of the methods of a recipe, see ``edit_of``. An edit applies to all sites of its kind.
         sites: ``{"kind": "loader" | "dataset" | "optimizer" | "model" | "evaluation", "file": path, "line": int,
             "index": int}`` of each site; ``"type"``, if there, is the class of the object. Several objects of one line
             differ in index. A loader has two kinds: edits of "dataset" change what it reads.
             The kind "argument NAME" is a call that passes a number by this name; "step" is the update of an optimizer,
             whose "type" is the model's name there, see ``name_of_model``.
-        recipe: The methods. An edit applies to all sites of its kind.
         directory: Where ``patch -p1`` will run; relative paths of files are relative to it.
         script: The file that is started, for edits of the process; relative to ``directory``.
-        edit: The edit of each method; None for that of its card.
 
     Returns:
         A comment block if something is to be done by hand, then the diff.
     """
-    edits = map(edit or edit_of, sort_methods(make_methods(recipe)))
-    return patch_of(edits, sites, Path(directory), script)
+    files: dict[str, SourceFile | str] = {}
+    by_hand: dict[str, list[str]] = {NOT_IN_PATCH: [], BESIDE_PATCH: []}
+    for edit in edits:
+        failures: list[str] = []
+        for kind, text in edit.at.items():
+            for file, line, name in _places(kind, sites, script):
+                source = files[file] if file in files else SourceFile.read(directory, file)
+                files[file] = source
+                try:
+                    if isinstance(source, str):
+                        raise CannotEditError(source)
+                    source.edit(kind, line, name, text)
+                except CannotEditError as error:
+                    place = f"{file}:{line}" if line else file
+                    failures.append(f"{place}: {error}; the edit is: {text}")
+            if not _places(kind, sites, script):
+                failures.append(f"the script has no known {kind} for the edit: {text}")
+        if failures or not edit.at or edit.by_hand:
+            lines = by_hand[NOT_IN_PATCH if failures or not edit.at else BESIDE_PATCH]
+            lines += [f"{edit.method}: {edit.summary}", *(f"  {failure}" for failure in failures)]
+            lines += [f"  by hand: {edit.by_hand}"] * bool(edit.by_hand)
+            lines += ["  there is no edit for it"] * (not edit.at and not edit.by_hand)
+    diffs = [source.diff() for _, source in sorted(files.items()) if not isinstance(source, str)]
+    heading: list[str] = []
+    for title, texts in by_hand.items():
+        lines = "\n".join(texts).split("\n")  # a text may have several
+        heading += [title, *(f"#   {line}" for line in lines)] if texts else []
+    return "".join(f"{line}\n" for line in heading) + "".join(diffs)
 
 
 def line_of_model(directory: str | Path, file: str, line: int) -> int:
@@ -98,38 +114,6 @@ def _filled(text: str, options: dict[str, Any], changed: set[str]) -> str:
 
     text = re.sub(r"\[(.*?)\]", optional, text).replace("(, ", "(")  # the arguments before may be left out
     return re.sub(r"\{(\w+)\}", lambda match: repr(options[match[1]]) if match[1] in options else match[0], text)
-
-
-def patch_of(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: Path, script: str | None) -> str:
-    """As ``write_patch``, for edits. See there."""
-    files: dict[str, SourceFile | str] = {}
-    by_hand: dict[str, list[str]] = {NOT_IN_PATCH: [], BESIDE_PATCH: []}
-    for edit in edits:
-        failures: list[str] = []
-        for kind, text in edit.at.items():
-            for file, line, name in _places(kind, sites, script):
-                source = files[file] if file in files else SourceFile.read(directory, file)
-                files[file] = source
-                try:
-                    if isinstance(source, str):
-                        raise CannotEditError(source)
-                    source.edit(kind, line, name, text)
-                except CannotEditError as error:
-                    place = f"{file}:{line}" if line else file
-                    failures.append(f"{place}: {error}; the edit is: {text}")
-            if not _places(kind, sites, script):
-                failures.append(f"the script has no known {kind} for the edit: {text}")
-        if failures or not edit.at or edit.by_hand:
-            lines = by_hand[NOT_IN_PATCH if failures or not edit.at else BESIDE_PATCH]
-            lines += [f"{edit.method}: {edit.summary}", *(f"  {failure}" for failure in failures)]
-            lines += [f"  by hand: {edit.by_hand}"] * bool(edit.by_hand)
-            lines += ["  there is no edit for it"] * (not edit.at and not edit.by_hand)
-    diffs = [source.diff() for _, source in sorted(files.items()) if not isinstance(source, str)]
-    heading: list[str] = []
-    for title, texts in by_hand.items():
-        lines = "\n".join(texts).split("\n")  # a text may have several
-        heading += [title, *(f"#   {line}" for line in lines)] if texts else []
-    return "".join(f"{line}\n" for line in heading) + "".join(diffs)
 
 
 def _places(kind: str, sites: Sequence[Site], script: str | None) -> list[tuple[str, int, str]]:

@@ -11,8 +11,6 @@ from typing import Any
 
 from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.core.recipe import Recipe
-from hasten.engine.composition import check_conflicts, sort_methods
-from hasten.engine.registry import make_methods
 from hasten.hosts.inside_files import BEGUN, ERROR, STARTED
 from hasten.hosts.process import NOT_LOADED, injected, write_spec
 from hasten.hosts.script_ref import ScriptRef
@@ -44,9 +42,7 @@ def check_train(
         return sites, sites["device"]
     from hasten.engine.devices import pick_device
 
-    methods = make_methods(recipe)
-    script.check_methods(methods)
-    check_conflicts(sort_methods(methods))
+    script.check_recipe(recipe)
     return sites, pick_device(device)
 
 

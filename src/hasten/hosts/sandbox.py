@@ -236,11 +236,11 @@ def _locked_directory(base: str) -> Iterator[Path]:
 def _remove_stale(base: str) -> None:
     """Removes the directories of this user's sandboxes that no process holds any more."""
     for entry in os.scandir(base):
-        if not entry.name.startswith(PREFIX) or entry.is_symlink() or entry.stat().st_uid != os.geteuid():
-            continue
         try:
+            if not entry.name.startswith(PREFIX) or entry.is_symlink() or entry.stat().st_uid != os.geteuid():
+                continue
             descriptor = os.open(os.path.join(entry.path, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError:
+        except OSError:  # its own process may remove it at the same time
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,11 +3,13 @@
 import os
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hasten.core.method import Method
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import takes_any_option
+from hasten.engine.composition import sort_methods
+from hasten.engine.registry import make_methods, takes_any_option
 from hasten.export.patch import ScriptEdit, Site, edit_of, line_of_model, name_of_model, write_patch
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.launch import check_train
@@ -33,7 +35,8 @@ def patch_script(script: ScriptRef, recipe: Recipe, recipe_file: str | None, dev
         sites = _watch(script, assumed)
     file = os.path.relpath(script.file, script.directory) if script.file else sites["main"]
     places = [*_as_places(sites, script.directory), *_argument_places(sites), *_step_places(sites, script.directory)]
-    return write_patch(places, recipe, script.directory, file, lambda method: _edit(script, method, places))
+    edits = [_edit(script, method, places) for method in sort_methods(make_methods(recipe))]
+    return write_patch(edits, places, Path(script.directory), file)
 
 
 def _edit(script: ScriptRef, method: Method, places: list[Site]) -> ScriptEdit:

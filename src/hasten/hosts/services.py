@@ -17,8 +17,8 @@ from hasten.utils.durations import duration_option
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
-WATCH_S = 60.0  # that the first run is watched at most after its first step
-WATCH_SHARE = 0.08  # of the budget, for the same
+WATCH_SHARE = 0.08  # of the budget, that the first run is watched at most after its first step
+WATCH_S = 60.0  # after which it is watched on only if it may end within its part of the budget
 WHOLE_RUN_SHARE = 0.16  # of the budget, for a first run that has to be a whole one: with --vary or --metric
 FIRST_METRIC_CHECK_S = 1.0  # of training, after which --metric is looked for in the output; then after twice the time
 BUDGET_MARGIN = 2.0  # by which a recommended budget exceeds that of the first run: the trials are whole runs, too
@@ -86,10 +86,12 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         start = start_seconds(elapsed, answer, early)
         memory = process.ask("memory", None, deadline)
         host_memory = process.ask("memory", None, deadline, of_host=True)
-        watched = WHOLE_RUN_SHARE * left if script.vary or script.metric else min(WATCH_S, WATCH_SHARE * left)
+        limit = (WHOLE_RUN_SHARE if script.vary or script.metric else WATCH_SHARE) * left
         began, chunks = time.monotonic(), process.train_in_chunks(deadline)
         has_come, look = script.metric is None, began + FIRST_METRIC_CHECK_S
-        while time.monotonic() < began + watched and not answer.get("ended"):
+        while not answer.get("ended") and _is_watched_on(
+            time.monotonic() - began, limit, answer["steps"], early["expected_steps"]
+        ):
             answer = next(chunks)
             blocks.append(answer)
             if not has_come and time.monotonic() > look:
@@ -112,6 +114,15 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         metric = metric_of_run(script, process, described) if described["total_steps"] else None
         described["metric"] = metric and {"name": metric.name, "direction": metric.direction}
         return remember(script, described)
+
+
+def _is_watched_on(watched: float, limit: float, steps: int, total: int | None) -> bool:
+    """Whether a run is watched on after ``watched`` seconds, in which it made ``steps`` of ``total`` expected steps:
+    until the ``limit``, or for ``WATCH_S`` seconds if its expected end lies behind the limit.
+    """
+    if total is None or watched < WATCH_S:
+        return watched < limit
+    return watched * max(1.0, total / max(1, steps)) < limit
 
 
 def _first_steps(start: float, blocks: list[dict[str, Any]]) -> dict[str, float] | None:

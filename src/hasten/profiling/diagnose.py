@@ -11,10 +11,9 @@ from hasten.core.card import PHASES, REMEDIES
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
-from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.memory import largest_batch
-from hasten.engine.registry import make_methods, method_class, method_names
+from hasten.engine.registry import method_class, method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.advise import advise, amdahl
 from hasten.profiling.ceilings import CHEAP_S, MIN_SHARE
@@ -71,9 +70,7 @@ def diagnose(
         RunError: the task could not run.
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
-    methods = make_methods(recipe)
-    task.check_methods(methods)
-    check_conflicts(sort_methods(methods))
+    task.check_recipe(recipe)
     if ops:
         check_lower_precision(recipe)
         if processes > 1:
@@ -106,7 +103,7 @@ def diagnose(
     gains = possible_gains(profile, medians)
     bounds = {"system_time": gains["system_time"]} | medians | _denormals_ceiling(drift, profile.plan["steps"])
     problems = frozenset({"denormals"} if drift.has_denormals else ()) | profile.facts & REMEDIES.keys()
-    refused = _refused(task, cards)
+    refused = {name: why for name in cards if (why := task.refusal(Recipe({name: {}})))}
     able = {name: card for name, card in cards.items() if name not in refused}
     advice, not_advised = advise(profile.phases, bounds, profile.facts, able, problems)
     not_advised += [NotAdvised(method=name, why=why) for name, why in refused.items()]
@@ -154,17 +151,6 @@ def diagnose(
         "functions": profile.code["functions"],
         "seconds": time.monotonic() - began,
     }
-
-
-def _refused(task: TaskRef, names: Iterable[str]) -> dict[str, str]:
-    """Method -> why it cannot run where the task's loop is, such as in a script."""
-    refused: dict[str, str] = {}
-    for name in names:
-        try:
-            task.check_methods(make_methods(Recipe({name: {}})))
-        except ConfigurationError as error:
-            refused[name] = str(error)
-    return refused
 
 
 def _measure_drift(

@@ -470,6 +470,7 @@ class TrainResult(Result, total=False):
     split: Mapping[str, Amount]
     no_effect: Sequence[Sequence[Text]]
     effects: Mapping[str, Text]
+    processes: Amount
     peak_memory_bytes: Sequence[MemoryPeak]
     recipe: Text
     evaluations: Sequence[Point]

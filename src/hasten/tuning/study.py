@@ -18,7 +18,7 @@ from hasten.core.card import Exactness
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import make_method, make_methods
+from hasten.engine.registry import make_method
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ops import lowers_precision, measure_operations
 from hasten.profiling.step_profile import profile_steps
@@ -95,11 +95,7 @@ class Study:
 
     def refusal(self, recipe: Recipe) -> str:
         """Why a recipe cannot run where the task's loop is, such as in a script; "" if it can."""
-        try:
-            self.task.check_methods(make_methods(recipe))
-        except ConfigurationError as error:
-            return str(error)
-        return ""
+        return self.task.refusal(recipe)
 
     def compare_speed(
         self,

@@ -6,7 +6,9 @@ Both also treat unregistered mappings (``transformers.BatchEncoding``) and datac
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy
@@ -28,6 +30,8 @@ def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, Mapping):
         kind: Any = type(tree)
+        if isinstance(tree, defaultdict):
+            kind = partial(kind, tree.default_factory)
         return kind({key: tree_map(function, value, is_leaf) for key, value in tree.items()})
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
@@ -57,6 +61,10 @@ def bitwise_equal(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(bitwise_equal(a[key], b[key]) for key in a)
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(map(bitwise_equal, a, b))
+    if type(a) is type(b) and dataclasses.is_dataclass(a):
+        return all(bitwise_equal(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a))
+    if is_graph(a) and is_graph(b):
+        return bitwise_equal(a.to_dict(), b.to_dict())
     return a is b or bool(a == b or (a != a and b != b))
 
 

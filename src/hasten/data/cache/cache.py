@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import psutil
 import torch
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
 from hasten.data.array_source import gathered, signed
 from hasten.data.batch_builder import CollateError, Map, collate_nested, is_builtin, lists_of, passthrough_paths
-from hasten.data.cache.cache_disk import CacheDirectory
+from hasten.data.cache.cache_disk import CacheDirectory, free_disk
 from hasten.data.cache.fingerprints import fingerprint
 from hasten.data.io.metadata_cache import default_directory
 from hasten.data.progress import rate_reporter
@@ -218,7 +217,7 @@ class DiskCache(Cache):
     def fill(self, identity: str, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:
         def write_all(write: Callable) -> tuple[list[int], dict]:
             bad, what = {}, f"in {self.directory}"
-            first, lists = self.read_first_within(psutil.disk_usage(str(self.directory)).free, what, faults)
+            first, lists = self.read_first_within(free_disk(self.directory), what, faults)
             for _, columns in self.chunks(first, identity, runner, faults, bad, f"filling the cache {what}"):
                 write(columns)
             return lists, bad

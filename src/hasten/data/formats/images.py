@@ -15,7 +15,7 @@ import torch
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.io.file_list import FileList, file_list_of, list_directory
-from hasten.data.io.paths import file_signature, is_file_error, is_remote, open_file, resolve_paths
+from hasten.data.io.paths import file_signature, is_file_error, is_remote, open_file, plain, resolve_paths
 from hasten.data.io.remote import fetch_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
@@ -59,7 +59,7 @@ class Images(Source):
 
     def __init__(self, paths: Any, resize: Any = None, labels: Any = "directory", pixels: int = PIXELS) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
-        directory = os.path.expanduser(paths) if isinstance(paths, (str, os.PathLike)) else ""
+        directory = plain(cast(Any, paths)) if isinstance(paths, (str, os.PathLike)) else ""
         is_directory = os.path.isdir(directory)
         self.files = (
             list_directory(directory, SUFFIXES)

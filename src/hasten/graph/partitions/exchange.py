@@ -4,8 +4,7 @@ A round is one message from every rank to every other. A request takes two colle
 how much they will receive: the sizes, then the ids. A response of known size takes one call.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten._torch_compat import peer_failure
-from hasten.core.errors import CollectiveTimeout, ConfigurationError, PeerFailure
+from hasten.core.errors import ConfigurationError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
+from hasten.distributed.process_group import translate_peer_errors
 from hasten.graph.partitions.background import BackgroundProducer
 from hasten.graph.partitions.partition import array_checksum
 
@@ -74,7 +73,7 @@ class RankExchange:
         self.offsets, self.timeout = offsets, timeout
         self.rounds = self.calls = self.sent_bytes = 0
         self._holder: BackgroundProducer[Any] | None = None
-        with self._peer_errors():
+        with translate_peer_errors(self.timeout, LOST):
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         ids = None if old_ids is None else array_checksum(old_ids)
         settings = {"offsets of the partition": offsets.tolist(), "old ids of the partition (checksums)": ids}
@@ -164,7 +163,7 @@ class RankExchange:
         """The values of all ranks, by rank; they must pickle. One collective operation, which counts as no round."""
         values: list[Any] = [None] * self.world_size
         self._check_holder()
-        with self._peer_errors():
+        with translate_peer_errors(self.timeout, LOST):
             dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -188,7 +187,7 @@ class RankExchange:
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
         self.sent_bytes += row_bytes * (len(rows) - sent[self.rank])
         self.calls += 1
-        with self._peer_errors():
+        with translate_peer_errors(self.timeout, LOST):
             dist.all_to_all_single(_as_bytes(result), _as_bytes(rows), received, sent, group=self._group)
         return result
 
@@ -213,19 +212,6 @@ class RankExchange:
             raise ConfigurationError(f"{problem}; start {parts} ranks, or make a partition for {self.world_size}")
         if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
             raise ConfigurationError(f"the offsets of a partition must ascend from 0; got {offsets.tolist()!r:.80}")
-
-    @contextmanager
-    def _peer_errors(self) -> Iterator[None]:
-        """Raises CollectiveTimeout or PeerFailure in place of gloo's errors about another rank."""
-        try:
-            yield
-        except RuntimeError as error:
-            failure = peer_failure(error)
-            if failure == "timeout":
-                raise CollectiveTimeout(self.timeout) from error
-            if failure == "gone":
-                raise PeerFailure(LOST) from error
-            raise
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -7,11 +7,14 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from hasten.hosts.inside.sites import Sites
+
+KEYWORDS = ("seed", "a")  # of the seed, the first parameter: torch and numpy, random.seed
 
 
 def seed_process(shift: int, sites: Sites) -> None:
@@ -46,11 +49,14 @@ def _shifted(function: Any, shift: int, name: str, on_seed: Callable[[str, int |
     def shifted(*args: Any, **kwargs: Any) -> Any:
         if os.getpid() != owner:  # loader workers seed themselves
             return function(*args, **kwargs)
-        if not (args or kwargs) or args == (None,):
+        keyword = next(filter(kwargs.__contains__, KEYWORDS), None)
+        if keyword is not None:
+            args, kwargs = (kwargs[keyword], *args), {key: kwargs[key] for key in kwargs if key != keyword}
+        if not args or args[0] is None:
             on_seed(name, None)
-        if not args or type(args[0]) is not int:
+        if not args or not isinstance(args[0], Integral) or isinstance(args[0], bool):
             return function(*args, **kwargs)
-        on_seed(name, args[0])
+        on_seed(name, int(args[0]))
         return function(args[0] + shift, *args[1:], **kwargs)
 
     shifted.__name__ = getattr(function, "__name__", name)

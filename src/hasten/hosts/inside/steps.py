@@ -10,7 +10,7 @@ import operator
 import time
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -44,7 +44,7 @@ class StepSeam:
         self.active, self.keep_losses, self.losses = True, False, list[float | torch.Tensor]()
         self.leading: set[int] = set()
         self.counts: dict[int, int] = {}  # updates by id of the optimizer; a dictionary with weak keys is slow
-        self.optimizers: WeakSet[Optimizer] = WeakSet()  # that have updated
+        self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()  # that have updated, in this order
         self.has_optimizer = False  # that may be used
         self.inside, self.passes, self.began, self.times_updates = False, 0, None, False
         self.has_begun = False  # the training: a gradient was computed
@@ -175,7 +175,7 @@ class StepSeam:
         """Begins to count an optimizer's updates, one below the steps so far, and returns that count: an optimizer that
         comes later than the first does not end steps of its own.
         """
-        self.optimizers.add(optimizer)
+        self.optimizers[optimizer] = None
         self.has_optimizer = True
         if record := self.sites.of(optimizer):
             record["step"] = self.sites.line()
