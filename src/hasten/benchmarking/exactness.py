@@ -48,7 +48,13 @@ from hasten.benchmarking.equivalence_runs import (
 )
 from hasten.benchmarking.process_state import restored
 from hasten.benchmarking.repeatability import WATCHED_STEPS, Control, run_control
-from hasten.benchmarking.weight_differences import decibels, flatten, relative_difference, worst_gradient
+from hasten.benchmarking.weight_differences import (
+    decibels,
+    different_weights,
+    flatten,
+    relative_difference,
+    worst_gradient,
+)
 from hasten.core.card import Exactness
 from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError, format_error
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
@@ -246,20 +252,20 @@ def _gradients_and_movement(
 def _bit_exact(case: EquivalenceCase) -> tuple[EquivalenceRun, EquivalenceRun, Control | None]:
     a, b = both_arms(case)
     comparable = not case.ranks.any(plan_mismatch(a, b) is not None)
-    differ = case.ranks.any(comparable and bool(_different(a, b)))
+    differ = case.ranks.any(comparable and bool(different_weights(a.weights, b.weights)))
     return a, b, run_control(case, a) if differ else None
 
 
 def _judge_bit_exact(a: EquivalenceRun, b: EquivalenceRun, control: Control | None) -> ExactnessCheck:
     if why := plan_mismatch(a, b):
         return _not_passed(why)
-    total, different = len(a.weights), _different(a, b)
+    total, different = len(a.weights), different_weights(a.weights, b.weights)
     if not different:
         return ExactnessCheck(True, 0, f"all {total} weights are identical to the bit after {a.steps} steps")
     why = f"{len(different)} of {total} weights differ after {a.steps} steps, e.g. {different[0]}"
     if control is not None and control.base.steps < a.steps:
         return _not_passed(f"{why}; another run of the base reached only step {control.base.steps} in time")
-    if control is not None and _different(a, control.base):
+    if control is not None and different_weights(a.weights, control.base.weights):
         return _judge_by_what_repeats(a, b, control)
     return _not_passed(why, len(different))
 
@@ -268,9 +274,10 @@ def _judge_by_what_repeats(a: EquivalenceRun, b: EquivalenceRun, control: Contro
     noise, number = (relative_difference(a.weights, other.weights) for other in (control.base, b))
     op = control.nondeterministic_op
     blame = f"by {op}" if op else f"not by an operation of PyTorch in the first {WATCHED_STEPS} steps"
+    count = len(different_weights(a.weights, control.base.weights))
     own = (
-        f"this model does not repeat itself: {len(_different(a, control.base))} of {len(a.weights)} weights of two "
-        f"runs without the recipe differ after {a.steps} steps ({blame})"
+        f"this model does not repeat itself: {count} of {len(a.weights)} weights of two runs without the recipe differ "
+        f"after {a.steps} steps ({blame})"
     )
     if not control.same_batches:
         return ExactnessCheck(False, number, f"{own}; and with the recipe the batches differ", reproducible=False)
@@ -281,10 +288,6 @@ def _judge_by_what_repeats(a: EquivalenceRun, b: EquivalenceRun, control: Contro
     limit = f"{'no more' if passed else 'more'} than {NOISE_FACTOR:.0f} times the {noise:.1e} between the two runs"
     why += f"; with the recipe the weights differ by {number:.1e}, {limit}"
     return ExactnessCheck(passed, number, why, reproducible=False, statistics=True)
-
-
-def _different(a: EquivalenceRun, b: EquivalenceRun) -> list[str]:
-    return [name for name in a.weights if not torch.equal(a.weights[name], b.weights[name])]
 
 
 def _judge_equivalent_math(a: EquivalenceRun, b: EquivalenceRun, again: EquivalenceRun | None) -> ExactnessCheck:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from hasten.utils.tree import bitwise_equal
+
 NEGLIGIBLE = 1e-6  # of the root mean square of all gradients: such a gradient is zero in exact arithmetic
 
 Tensors = Mapping[str, torch.Tensor]
@@ -20,6 +22,11 @@ def relative_difference(a: Tensors, b: Tensors) -> float:
     if not one.numel():
         return math.nan
     return (one - other).norm().item() / (one.norm().item() or 1.0) if one.shape == other.shape else math.inf
+
+
+def different_weights(a: Tensors, b: Tensors) -> list[str]:
+    """The names of the weights that are not the same to the bit, or that only one of the two sets has."""
+    return [name for name in {**a, **b} if name not in a or name not in b or not bitwise_equal(a[name], b[name])]
 
 
 def flatten(weights: Tensors) -> torch.Tensor:

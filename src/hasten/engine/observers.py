@@ -1,6 +1,6 @@
 """Observers: functions that receive the records of a run and only read.
 
-An observer is called at log points, a few times a second at most, with plain records::
+An observer is called at log points, once a second or every 1,000 steps, with plain records::
 
     {"step": 12, "loss": 0.41}
     {"step": 12, "samples": 768, "metric": 0.93, "validation_loss": 0.22}

@@ -75,8 +75,8 @@ def train(
         on_progress: Called with the progress, at most ten times a second.
         checkpoint_seconds: Seconds between two checkpoints; longer if saving would cost more than 1 % of the run. 0:
             every step.
-        observers: Functions that receive the records of the log, a list of dicts, a few times a second: losses (step,
-            loss) and evaluations (step, samples, metric, validation_loss).
+        observers: Functions that receive the records of the log, a list of dicts, once a second or every 1,000 steps:
+            losses (step, loss) and evaluations (step, samples, metric, validation_loss).
         timeout: Seconds to wait for another rank.
         begun: Called with the run directory of rank 0, on every rank, once it holds this run.
         require_effect: Ends the run with a RunError as soon as a method is known to have no effect.

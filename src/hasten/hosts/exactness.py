@@ -3,7 +3,7 @@
 The script is first compared with itself. If two runs end with the same bits, it is reproducible, and
 
 =================  ====================================================================================================
-BIT_EXACT          SHA-256 of all weights after 30 steps: the same bits.
+BIT_EXACT          All weights after 30 steps: the same bits.
 EQUIVALENT_MATH    The same run in float64, as for a task: models in float64, floating inputs converted at their calls,
                    no dropout; relative difference of the weights below 1e-10. A script that cannot run in float64 is
                    judged in float32, by the distance that one rounding of all weights grows to in as many steps.
@@ -32,7 +32,7 @@ import torch
 
 from hasten.benchmarking.equivalence_runs import STEPS, RunConditions
 from hasten.benchmarking.fork_server import DeadlineError
-from hasten.benchmarking.weight_differences import relative_difference, worst_gradient
+from hasten.benchmarking.weight_differences import different_weights, relative_difference, worst_gradient
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError
 from hasten.core.method import Method
@@ -118,13 +118,12 @@ ALERT = re.compile(r"(\w+) does not have a deterministic implementation")
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """The first ``steps`` steps of a script. ``hash`` (SHA-256) and ``weights`` are those after the last one,
-    ``gradients`` those of the first one, by name on the CPU. ``arguments``: parsed, by name. ``seeds``: ``site``,
+    """The first ``steps`` steps of a script. ``weights`` are those after the last one, ``gradients`` those of the first
+    one, by name on the CPU. ``arguments``: parsed, by name. ``seeds``: ``site``,
     ``type`` and ``seed`` of calls that set one. ``alerts``: operations that torch warns of as not deterministic.
     """
 
     steps: int
-    hash: str
     arguments: dict[str, Any]
     seeds: list[dict[str, Any]]
     alerts: list[str]
@@ -225,7 +224,7 @@ class _Runs:
 
     def is_reproducible(self) -> bool:
         """Whether two runs of the script as it is end with the same bits."""
-        return self.run({}, keep=True).hash == self.run({}, again=1, keep=True).hash
+        return not different_weights(self.run({}, keep=True).weights, self.run({}, again=1, keep=True).weights)
 
     def in_double(
         self, base: dict[str, Any], candidate: dict[str, Any], steps: int
@@ -292,16 +291,15 @@ class _Runs:
                 raise _TooSlowError(f"the other steps in float64 would take {seconds:.0f} s")
         if answer["steps"] < steps and not answer.get("ended"):
             process.ask("train", *limits, count=steps - answer["steps"])
-        found = process.ask("hash", *limits)
-        process.ask("save", *limits, path=f"{directory}/weights")
+        steps = process.ask("save", *limits, path=f"{directory}/weights")["steps"]
         alerts = list(dict.fromkeys(ALERT.findall(process.output(OUTPUT_BYTES))))
         weights, gradients = (torch.load(directory / name, weights_only=True) for name in ("weights", "gradients"))
         if not weights:
-            raise RunError(f"{self.script.name} left no weights to compare after {found['steps']} steps")
+            raise RunError(f"{self.script.name} left no weights to compare after {steps} steps")
         if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
-            raise RunError(f"{bad[0]} is not finite after {found['steps']} steps of {Recipe(methods)}")
+            raise RunError(f"{bad[0]} is not finite after {steps} steps of {Recipe(methods)}")
         seeds = described["sites"]["seeds"]
-        return ScriptRun(found["steps"], found["hash"], described["arguments"], seeds, alerts, weights, gradients)
+        return ScriptRun(steps, described["arguments"], seeds, alerts, weights, gradients)
 
 
 def _result(passed: bool, number: float, why: str, *, statistics: bool = False) -> dict[str, Any]:
@@ -310,10 +308,10 @@ def _result(passed: bool, number: float, why: str, *, statistics: bool = False) 
 
 def _judge_bit_exact(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
     a, b = runs.run(base, keep=True), runs.run(candidate)
-    if a.steps == b.steps and a.hash == b.hash:
+    different = different_weights(a.weights, b.weights)
+    if a.steps == b.steps and not different:
         why = f"all {len(a.weights)} weights are identical to the bit after {a.steps} steps, as the script's own are"
         return _result(True, 0, why)
-    different = [name for name, one in a.weights.items() if name not in b.weights or not one.equal(b.weights[name])]
     return _result(False, len(different), f"{len(different)} of {len(a.weights)} weights differ after {b.steps} steps")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -119,22 +118,11 @@ def memory(session: Session, of_host: bool = False) -> dict[str, Any]:
     return dict(memory_peak(torch.device("cpu") if of_host else session.device()))
 
 
-def hash_weights(session: Session) -> dict[str, Any]:
-    """``hash``: hexadecimal SHA-256 of the names and bytes of all weights; ``steps``: steps trained so far."""
-    digest = hashlib.sha256()
-    weights = _weights(session)
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
-        digest.update(name.encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return {"hash": digest.hexdigest(), "steps": session.steps.count}
-
-
 def save(session: Session, path: str, gradients: bool = False) -> dict[str, Any]:
-    """Writes name -> CPU tensor of the weights, or the gradients of the last step, to ``path``. Returns {}."""
+    """Writes name -> CPU tensor of the weights, or the gradients of the last step, to ``path``; returns the steps."""
     tensors = _gradients(session) if gradients else _weights(session)
     torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
-    return {}
+    return {"steps": session.steps.count}
 
 
 def _weights(session: Session) -> dict[str, torch.Tensor]:
@@ -160,6 +148,5 @@ def _gradients(session: Session) -> dict[str, torch.Tensor]:
 ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
     "describe": describe,
     "memory": memory,
-    "hash": hash_weights,
     "save": save,
 }
