@@ -49,8 +49,8 @@ def hasten(*argv: str, directory: Path = SCRIPTS) -> subprocess.CompletedProcess
         ("lr", {"arguments": {}}, "; give its present value in the command, such as --lr=0.1 or lr=0.1"),
         ("data", {}, "data is 'made'; only a number above 0 can be varied"),
         ("dropout", {}, "dropout is 0.0; only a number above 0 can be varied"),
-        ("lr", LONG, "8 s (9 of about 36 steps, which take about 32 s); give --budget 7m"),
-        ("lr", LONG | {"expected_steps": None}, "8 s (9 steps); give more than --budget 4m"),
+        ("lr", LONG, "8 s that it was watched (9 of about 36 steps, which take about 32 s); give --budget 9m"),
+        ("lr", LONG | {"expected_steps": None}, "8 s that it was watched (9 steps); give more than --budget 5m"),
         ("lr", {"metric": None}, "--vary needs a metric"),
     ],
 )

@@ -75,6 +75,11 @@ NAN = torch.tensor([float("nan"), 1.0])
         ([Sample(ONE)], [Pair(ONE, "one")], False),
         ((NAN, float("nan")), (NAN.clone(), float("nan")), True),
         (NAN, NAN.double(), False),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
+        (torch.eye(2).to_sparse(), torch.eye(2), False),
+        (Sample, Sample, True),
+        (Sample, Items, False),
     ],
 )
 def test_trees_are_equal_by_their_bits(a, b, expected):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hasten.core.recipe import Recipe
 
 DEFAULT_RESTARTS = 3
+DEFAULTS = {"json": False, "device": None, "seed": 0, "quiet": False}  # of the common options
 
 
 def duration(text: str) -> float:

@@ -52,7 +52,6 @@ TASK_HELP = (
     "TASK is the name of a workload, such as digits, or path/to/file.py:function. "
     "diagnose, compare, tune, train and eject also take your own command: hasten tune -- python train.py --epochs 90."
 )
-DEFAULTS = {"json": False, "device": None, "seed": 0, "quiet": False}  # of the common options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +141,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
             raise ConfigurationError("no command is given; see hasten --help")
         parser.print_help()
         return None
-    return argparse.Namespace(**(DEFAULTS | vars(options)))
+    return argparse.Namespace(**(argument_types.DEFAULTS | vars(options)))
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:

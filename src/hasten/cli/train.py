@@ -27,8 +27,8 @@ FOR_TASKS: dict[str, tuple[Any, str]] = {  # options: (default, what a script do
     "resume": (False, OWN_FILES),
     "checkpoint_every": (CHECKPOINT_EVERY_S, OWN_FILES),
     "max_bad_rows": (None, "reads its own data"),
-    "json": (False, "prints to standard output itself"),
-    "seed": (0, "sets its own seeds"),
+    "json": (types.DEFAULTS["json"], "prints to standard output itself"),
+    "seed": (types.DEFAULTS["seed"], "sets its own seeds"),
     "max_restarts": (types.DEFAULT_RESTARTS, "starts its own processes"),
     "timeout": (types.DEFAULT_TIMEOUT_S, "starts its own processes"),
 }
@@ -102,9 +102,9 @@ def _run_script(options: Namespace) -> CommandResult:
     """Run the user's command with the recipe; standard input, output and exit code are those of the command."""
     from hasten.hosts.launch import check_same_script, check_train, train_script
 
-    for name, (default, own) in FOR_TASKS.items():
+    for name, (default, reason) in FOR_TASKS.items():
         if getattr(options, name) not in (None, default):
-            raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks; {options.task} {own}; leave it out")
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks; {options.task} {reason}; leave it out")
     recipe = types.recipe_from_options(options)
     sites, device = check_train(options.task, recipe, options.recipe, options.processes, options.device)
     check_same_script(options.task, sites)

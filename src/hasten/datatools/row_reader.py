@@ -216,13 +216,13 @@ def signature_or_reason(file: str, faults: BadRowPolicy) -> list:
     """Returns [path, size, version] of a file; [path, 0, reason] for a missing one that may be skipped."""
     try:
         signature = file_signature(file)
-        if signature[1] is None:
-            raise ConfigurationError(f"the server does not report the size of {file}; download the file first")
-        return signature
     except ConfigurationError as error:
         if not faults.max_rows:
             raise
         return [file, 0, str(error)]
+    if signature[1] is None:
+        raise ConfigurationError(f"the server does not report the size of {file}; download the file first")
+    return signature
 
 
 def _stack_images(column: Any) -> Any:

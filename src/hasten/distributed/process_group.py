@@ -92,8 +92,8 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 @contextmanager
-def translate_peer_errors(timeout: float, gone: str = PEER_GONE) -> Iterator[None]:
-    """Replaces errors of gloo and NCCL about another rank by ``PeerFailure``, with the message ``gone``, and
+def translate_peer_errors(timeout: float, message: str = PEER_GONE) -> Iterator[None]:
+    """Replaces errors of gloo and NCCL about another rank by ``PeerFailure``, with ``message``, and
     ``CollectiveTimeout``.
     """
     try:
@@ -102,7 +102,7 @@ def translate_peer_errors(timeout: float, gone: str = PEER_GONE) -> Iterator[Non
         if peer_failure(error) == "timeout":
             raise CollectiveTimeout(timeout) from error
         if peer_failure(error) == "gone":
-            raise PeerFailure(gone) from error
+            raise PeerFailure(message) from error
         raise
 
 

@@ -28,7 +28,7 @@ MEMORY_FILES = {  # limit, usage, and the statistics of reclaimable file cache: 
 
 def free_memory() -> int:
     """Bytes of host memory that this process may still allocate; an equal share for each of LOCAL_WORLD_SIZE ranks."""
-    return max(0, min([psutil.virtual_memory().available, *_free_in_groups()])) // _local_world_size()
+    return max(0, min([psutil.virtual_memory().available, *_free_in_groups()])) // local_world_size()
 
 
 def peak_memory() -> int:
@@ -39,7 +39,7 @@ def peak_memory() -> int:
 
 def available_cpus() -> int:
     """CPUs that this process may keep busy; an equal share for each of LOCAL_WORLD_SIZE ranks, at least 1."""
-    return max(1, math.floor(min([cores(), *_cpu_quotas()])) // _local_world_size())
+    return max(1, math.floor(min([cores(), *_cpu_quotas()])) // local_world_size())
 
 
 def has_idle_cores() -> bool:
@@ -58,7 +58,7 @@ def available_cores() -> int:
         hardware_threads = 2 if HARDWARE_THREADS.read_text().strip() == "1" else 1
     except OSError:
         hardware_threads = 2
-    return max(1, math.floor(min([cores() / hardware_threads, *_cpu_quotas()])) // _local_world_size())
+    return max(1, math.floor(min([cores() / hardware_threads, *_cpu_quotas()])) // local_world_size())
 
 
 def warn_oversubscribed(processes: int) -> None:
@@ -72,7 +72,8 @@ def single_process_threads() -> int:
     return cores() if OUR_THREADS in os.environ else torch.get_num_threads()
 
 
-def _local_world_size() -> int:
+def local_world_size() -> int:
+    """Number of ranks on this machine, by LOCAL_WORLD_SIZE; 1 without it."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(ranks)) if ranks.isdecimal() else 1
 

@@ -23,6 +23,7 @@ from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.observers import Observer, finite_or_none, losses_to_host, progress_reporter
 from hasten.engine.persistence import Persistence, RunRecord
 from hasten.engine.plan import Program
+from hasten.engine.resources import local_world_size
 from hasten.engine.run_dir import RunDirectory
 from hasten.utils.targets import first_sustained_target
 
@@ -182,7 +183,7 @@ class Trainer:
             "recipe": str(self.recipe),
             "tuned_settings": self.context.tuned_settings,
             "effects": self.program.effects.evidence,
-            "processes": self.ranks.world_size,
+            "processes": self.ranks.world_size if self.ranks.world_size == local_world_size() else None,
             "peak_memory_bytes": memory_peaks(self.ranks, self.context.device),
             "out": str(self.persistence.directory.path) if self.persistence.directory else None,
         }

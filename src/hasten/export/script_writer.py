@@ -19,7 +19,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch.utils.data import DataLoader, IterableDataset
 
-from hasten.core.errors import ConfigurationError
 from hasten.core.method import HOOKS, Method, hooks_of
 from hasten.core.task import Task
 from hasten.engine import data_adapters, metrics
@@ -70,7 +69,7 @@ def generate_script(
         optimizer_takes_steps=takes_steps(task.optimizer),
         several_optimizers=isinstance(program.run.optimizer, OptimizerList),
         metric=metrics.name_of(task),
-        lower_is_better=methods and _is_lower_better(task),
+        lower_is_better=methods and not metrics.higher_is_better(task),
         device=repr(device) if device else '"cuda" if torch.cuda.is_available() else "cpu"',
     )
     return re.sub(r"\n{3,}", "\n\n", text) + "\n"
@@ -85,14 +84,6 @@ def _plan_arguments(program: Program) -> str:
     when = f", schedule_interval={interval!r}" if interval != "step" else ""
     length = f"epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r}"
     return f"batch_size={plan.batch_size}, {length}{samples}{when}"
-
-
-def _is_lower_better(task: Task) -> bool:
-    """Whether the metric is to fall; False if its direction is unknown, so that no method of this run needs it."""
-    try:
-        return not metrics.higher_is_better(task)
-    except ConfigurationError:
-        return False
 
 
 def _kind_of_data(data: Any) -> str:

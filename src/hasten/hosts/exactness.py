@@ -119,8 +119,8 @@ ALERT = re.compile(r"(\w+) does not have a deterministic implementation")
 @dataclass(frozen=True)
 class ScriptRun:
     """The first ``steps`` steps of a script. ``weights`` are those after the last one, ``gradients`` those of the first
-    one, by name on the CPU. ``arguments``: parsed, by name. ``seeds``: ``site``,
-    ``type`` and ``seed`` of calls that set one. ``alerts``: operations that torch warns of as not deterministic.
+    one, by name on the CPU. ``arguments``: parsed, by name. ``seeds``: ``site``, ``type`` and ``seed`` of calls that
+    set one. ``alerts``: operations that torch warns of as not deterministic.
     """
 
     steps: int

@@ -278,7 +278,7 @@ def _check_copy_is_possible(cwd: str, obstacle: str) -> None:
         return
     reason = f"{cwd} holds more than {MAX_COPY_BYTES // 10**6} MB, which is too large to copy for each trial"
     remedy = "permit user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0; in a container, "
-    remedy += "--security-opt seccomp=unconfined or --privileged)"
+    remedy += "--privileged, or --security-opt seccomp=unconfined --security-opt apparmor=unconfined)"
     raise ConfigurationError(f"cannot isolate a trial: {obstacle}, and {reason}; {remedy}")
 
 

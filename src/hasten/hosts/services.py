@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
 
 WATCH_SHARE = 0.08  # of the budget, that the first run is watched at most after its first step
-WATCH_S = 60.0  # after which it is watched on only if it may end within its part of the budget
+WATCH_S = 60.0  # after which watching continues only if the run may end within that part of the budget
+UNKNOWN_LENGTH_WATCH_S = 300.0  # the same, where the length of the run is unknown
 WHOLE_RUN_SHARE = 0.16  # of the budget, for a first run that has to be a whole one: with --vary or --metric
 FIRST_METRIC_CHECK_S = 1.0  # of training, after which --metric is looked for in the output; then after twice the time
-BUDGET_MARGIN = 2.0  # by which a recommended budget exceeds that of the first run: the trials are whole runs, too
+BUDGET_RUNS = 16  # of the script, that a recommended budget is worth: in 8 % of it one ends, with a margin of a quarter
 ENOUGH_BLOCKS = 3  # of the watched run, that an estimate rests on
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 
@@ -86,12 +87,15 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         start = start_seconds(elapsed, answer, early)
         memory = process.ask("memory", None, deadline)
         host_memory = process.ask("memory", None, deadline, of_host=True)
-        limit = (WHOLE_RUN_SHARE if script.vary or script.metric else WATCH_SHARE) * left
+        needs_whole_run = bool(script.vary or script.metric)
+        limit = (WHOLE_RUN_SHARE if needs_whole_run else WATCH_SHARE) * left
         began, chunks = time.monotonic(), process.train_in_chunks(deadline)
         has_come, look = script.metric is None, began + FIRST_METRIC_CHECK_S
-        while not answer.get("ended") and _is_watched_on(
-            time.monotonic() - began, limit, answer["steps"], early["expected_steps"]
-        ):
+        while not answer.get("ended"):
+            watched = time.monotonic() - began
+            may_end = needs_whole_run or _may_end_within(limit, watched, answer["steps"], early["expected_steps"])
+            if watched >= limit or not may_end:
+                break
             answer = next(chunks)
             blocks.append(answer)
             if not has_come and time.monotonic() > look:
@@ -116,13 +120,14 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         return remember(script, described)
 
 
-def _is_watched_on(watched: float, limit: float, steps: int, total: int | None) -> bool:
-    """Whether a run is watched on after ``watched`` seconds, in which it made ``steps`` of ``total`` expected steps:
-    until the ``limit``, or for ``WATCH_S`` seconds if its expected end lies behind the limit.
+def _may_end_within(limit: float, watched: float, steps: int, total: int | None) -> bool:
+    """Whether a run may end within ``limit`` seconds, after ``watched`` seconds with ``steps`` of ``total`` steps.
+
+    Its pace is known after WATCH_S seconds. Where ``total`` is None, not known, it may until UNKNOWN_LENGTH_WATCH_S.
     """
-    if total is None or watched < WATCH_S:
-        return watched < limit
-    return watched * max(1.0, total / max(1, steps)) < limit
+    if total is None:
+        return watched < UNKNOWN_LENGTH_WATCH_S
+    return watched < WATCH_S or watched * total / max(1, steps) < limit
 
 
 def _first_steps(start: float, blocks: list[dict[str, Any]]) -> dict[str, float] | None:
@@ -144,9 +149,9 @@ def _reason_run_is_too_long(site_map: dict[str, Any]) -> str:
     seconds = watched * (total / steps if is_known else 2)
     length = f"{steps} of about {total} steps, which take about {seconds:.0f} s" if is_known else f"{steps} steps"
     unseen = "" if site_map["metric_has_come"] else "no metric of that name has come so far, and "
-    budget = duration_option(BUDGET_MARGIN * seconds / WHOLE_RUN_SHARE)
+    budget = duration_option(BUDGET_RUNS * seconds)
     return (
-        f"{unseen}the first run did not end within its part of the budget, {watched:.0f} s ({length}); give "
+        f"{unseen}the first run did not end in the {watched:.0f} s that it was watched ({length}); give "
         f"{'' if is_known else 'more than '}--budget {budget}, or a shorter training"
     )
 

@@ -449,7 +449,7 @@ class DiagnoseResult(Result, total=False):
 
 
 class TrainResult(Result, total=False):
-    """Result of ``train``. ``split``: seconds by activity."""
+    """Result of ``train``. ``split``: seconds by activity. ``processes``: None if they ran on several machines."""
 
     metric: Number
     best_metric: Number

@@ -55,20 +55,33 @@ def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list
 
 def bitwise_equal(a: Any, b: Any) -> bool:
     """Whether two trees are equal: dtypes, shapes and bytes of arrays, values of other leaves; NaN equals NaN."""
-    if isinstance(a, (torch.Tensor, numpy.ndarray)) and type(a) is type(b):
-        return a.dtype == b.dtype and a.shape == b.shape and _bytes_of(a) == _bytes_of(b)
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) and type(a) is type(b):
+        if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+            return False
+        return all(map(torch.equal, map(_as_bytes, _parts(a)), map(_as_bytes, _parts(b))))
+    if isinstance(a, numpy.ndarray) and type(a) is type(b):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(bitwise_equal(a[key], b[key]) for key in a)
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(map(bitwise_equal, a, b))
-    if type(a) is type(b) and dataclasses.is_dataclass(a):
+    if dataclasses.is_dataclass(a) and type(a) is type(b) and not isinstance(a, type):
         return all(bitwise_equal(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a))
     if is_graph(a) and is_graph(b):
         return bitwise_equal(a.to_dict(), b.to_dict())
-    return a is b or bool(a == b or (a != a and b != b))
+    return bool(a == b or (a != a and b != b))
 
 
-def _bytes_of(array: torch.Tensor | numpy.ndarray) -> bytes:
-    if isinstance(array, torch.Tensor):
-        array = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return array.tobytes()
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a tensor consists of: itself, or indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    entries = tensor.to_sparse_coo().coalesce()
+    return entries.indices(), entries.values()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8, or a copy if it is not contiguous or on another device."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,6 +1,8 @@
-"""Another seed for the same script: every seed that the script sets is shifted, and what it leaves unseeded is seeded.
+"""Another seed for the same script: the seeds that it sets for torch, random and numpy are shifted, and these three are
+seeded where it does not seed them.
 
-``torch.Generator().manual_seed`` keeps its seed, so that data which a script splits by one stay split alike.
+Generators of their own (``torch.Generator``, ``random.Random``, ``numpy.random.RandomState``) keep their seeds, so that
+data which a script splits by one stay split alike.
 """
 
 import os
@@ -57,7 +59,7 @@ def _shifted(function: Any, shift: int, name: str, on_seed: Callable[[str, int |
         if not args or not isinstance(args[0], Integral) or isinstance(args[0], bool):
             return function(*args, **kwargs)
         on_seed(name, int(args[0]))
-        return function(args[0] + shift, *args[1:], **kwargs)
+        return function(int(args[0]) + shift, *args[1:], **kwargs)
 
     shifted.__name__ = getattr(function, "__name__", name)
     shifted.__doc__ = getattr(function, "__doc__", None)
