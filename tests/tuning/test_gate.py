@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hasten.tuning.gate import LOOKS, equal_by_construction, final_metrics, quality_gate, resolve_margin
+from hasten.tuning.gate import LOOKS, equal_by_construction, final_metrics, pairs_needed, quality_gate, resolve_margin
 
 MARGIN = 0.005
 
@@ -33,6 +33,29 @@ def verdicts(harm: float, spread: float, further: int = 0, trials: int = 400) ->
                 break
         passed += gate.passed
     return passed / trials
+
+
+def even(pairs: int, spread: float, harm: float = 0.0) -> tuple[dict, dict]:
+    """Arms of an even number of pairs, whose means and spreads do not depend on it."""
+    deviation = spread * math.sqrt((pairs - 1) / pairs)
+    before = {n: 0.95 + deviation * (-1) ** n for n in range(pairs)}
+    return before, {n: metric - harm for n, metric in before.items()}
+
+
+@pytest.mark.parametrize("harm", [0.0, 0.4 * MARGIN])
+@pytest.mark.parametrize("spread", [0.8 * MARGIN, MARGIN, 1.5 * MARGIN])
+def test_gate_passes_with_the_pairs_that_were_stated_as_needed(spread, harm):
+    options = {"margin": MARGIN, "higher_is_better": True}
+    first = quality_gate(*even(4, spread, harm), **options, confidence=0.97)
+    assert not first.passed
+    needed = int(pairs_needed(first, 0.97, later=0.99))
+    assert quality_gate(*even(needed + needed % 2, spread, harm), **options, confidence=0.99).passed
+    assert not quality_gate(*even((needed - 2) // 2 * 2, spread, harm), **options, confidence=0.99).passed
+
+
+def test_no_number_of_pairs_proves_a_harm():
+    result = quality_gate(*even(4, 0.1 * MARGIN, 1.1 * MARGIN), margin=MARGIN, higher_is_better=True)
+    assert pairs_needed(result, 0.97, later=0.99) == math.inf
 
 
 def test_gate_passes_harm_of_a_full_margin_in_at_most_one_of_twenty():

@@ -16,6 +16,7 @@ LOOKS = (3, 5, 8)  # seeds after which the gate may be asked
 ALPHA = 0.05  # chance that a harm of one margin passes, over all looks of all attempts together
 RELATIVE_MARGIN = 0.005  # of the baseline's metric; the default margin
 MIN_SEEDS = LOOKS[0]
+MOST_PAIRS = 100  # that are considered when the seeds are stated that a proof would take
 LAST_EVALUATIONS = 3  # whose mean is the final metric of a run, where the curves of both arms are flat
 FLAT = 0.25  # margins by which the last evaluation of a flat curve may differ from that mean, averaged over the runs
 
@@ -145,6 +146,24 @@ def quality_gate(
         why += f"; the chance that it stays inside is {chance:.0%}, and {confidence:.1%} is required"
     difference = {"mean": mean, "low": low, "high": high}
     return NonInferiorityResult(*means, margin, difference, seeds, passed, passed or high < -margin, why)
+
+
+def pairs_needed(result: NonInferiorityResult, confidence: float, later: float) -> float:
+    """Number of paired seeds with which a result would pass if mean and spread stay as they are; infinite if it ends
+    worse by the margin, or if MOST_PAIRS are not enough.
+
+    Args:
+        result: of at least two paired seeds, with a difference.
+        confidence: one-sided, at which its difference is stated.
+        later: the same, of the look that is to pass.
+    """
+    assert result.difference is not None
+    mean, low, pairs = result.difference["mean"], result.difference["low"], len(result.seeds)
+    error = (mean - low) / float(stdtrit(2 * pairs - 2, confidence))
+    for more in range(pairs + 1, MOST_PAIRS + 1):
+        if mean - float(stdtrit(2 * more - 2, later)) * error * math.sqrt(pairs / more) > -result.margin:
+            return more
+    return math.inf
 
 
 def _standard_error(baseline: list[float], tuned: list[float], fresh: int) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """The second stage of a search: methods that change the training, by whole trainings or by shorter ones."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import fmean
@@ -15,7 +16,7 @@ from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, confirm, fresh_seeds
 from hasten.tuning.experience import is_exact
 from hasten.tuning.finding import ESTIMATED, PRECISION, PROVEN, Finding
-from hasten.tuning.gate import LOOKS, MIN_SEEDS, resolve_margin
+from hasten.tuning.gate import LOOKS, MIN_SEEDS, MOST_PAIRS, pairs_needed, resolve_margin
 from hasten.tuning.joint_search import search_jointly, shorten, split_joint
 from hasten.tuning.largest_batch import largest_batch_compositions
 from hasten.tuning.result import SearchState
@@ -235,11 +236,21 @@ def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whol
 
 def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool) -> str:
     """What it would take to prove the recipe of an attempt: seeds and budget."""
-    difference, seconds = attempt.gate.difference, state.run_seconds
-    if difference and difference["mean"] <= -attempt.gate.margin:
+    result, seconds = attempt.gate, state.run_seconds
+    if result.difference and result.difference["mean"] <= -result.margin:
         return "more seeds would hardly prove it: it ends worse by more than the margin"
-    done = len(attempt.paired) if is_whole else 0
-    seeds = next((look for look in LOOKS if look > done), LOOKS[-1] + MIN_SEEDS) - done
+    done, needed = 0, float(MIN_SEEDS)
+    if is_whole and result.difference and len(result.seeds) >= 2:
+        # a search that continues asks at a quarter of the error, and at best once
+        later = 1 - (1 - attempt.confidence) * attempt.most_looks / 4
+        done, needed = len(attempt.paired), pairs_needed(result, attempt.confidence, later)
+    seeds = next((look for look in LOOKS if look >= needed and look > done), 0) - done
+    if seeds <= 0:
+        count = f"about {needed:.0f}" if needed < math.inf else f"more than {MOST_PAIRS}"
+        return (
+            f"the seeds differ too much: it would take {count} paired seeds, and a search trains at most {LOOKS[-1]}; "
+            "give a wider --margin, or accept it by --evidence estimated"
+        )
     if seconds is None or attempt.speedup is None:
         return f"{seeds} more seeds"
     more = seeds * (seconds + seconds / attempt.speedup.median)
