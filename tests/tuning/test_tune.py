@@ -188,7 +188,7 @@ def test_tune_impossible_request_for_evidence_is_refused(task, tmp_path, argumen
 def test_tune_with_data_that_take_longer_than_the_budget_ends_with_advice(tmp_path):
     (tmp_path / "slow.py").write_text("def slow():\n    import time\n    time.sleep(60)\n")
     began = time.monotonic()
-    with pytest.raises(RunError, match="the budget of 1 s was not enough to prepare the data"):
+    with pytest.raises(ConfigurationError, match="the budget of 1 s was not enough to prepare the data"):
         hasten.tune(f"{tmp_path / 'slow.py'}:slow", out=tmp_path / "out", budget=1)
     assert time.monotonic() - began < 15
 

@@ -108,6 +108,8 @@ def _run_script(options: Namespace) -> CommandResult:
     recipe = types.recipe_from_options(options)
     sites, device = check_train(options.task, recipe, options.recipe, options.processes, options.device)
     check_same_script(options.task, sites)
+    if options.recipe and not recipe.methods:
+        warnings.warn(f"{options.recipe} has no method: the script trains as it is", HastenWarning, stacklevel=2)
     return CommandResult(None, deferred=partial(train_script, options.task, recipe, device, sites))
 
 

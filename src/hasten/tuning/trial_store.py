@@ -8,16 +8,18 @@ import fcntl
 import hashlib
 import json
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.engine.error_messages import translate_disk_errors
 
 FILE, LOCK = "trials.jsonl", "lock"
+BEGIN = '{"key": '  # of every line
 FREE_THE_DISK = "what was measured before is kept; free the disk, and the same command continues the search"
 TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
     "memory ran out",
@@ -62,12 +64,18 @@ class TrialStore:
         except OSError as error:
             self._remove_made()
             raise ConfigurationError(f"cannot use {directory}: {error.strerror}; choose another --out") from None
+        damaged = 0
         for line in lines:
             try:
                 entry = json.loads(line)
                 self.outcomes[entry["key"]] = entry["outcome"]
             except (ValueError, KeyError, TypeError):
-                continue  # the line that was being written when the search was killed
+                damaged += (
+                    line[: len(BEGIN)] != BEGIN[: len(line)]
+                )  # else a search was killed
+        if damaged:
+            what = f"{damaged} of {len(lines)} lines of {self.path} cannot be read"
+            warnings.warn(f"{what}; these trials are measured again", HastenWarning, stacklevel=2)
         self._from_file = set(self.outcomes)
 
     def leave(self) -> None:

@@ -108,8 +108,8 @@ def tune(
         The content of ``result.json``: verdict, recipe, evidence, speedup, quality, frontier, trials, and their cost.
 
     Raises:
-        ConfigurationError: a wrong request.
-        RunError: the task's own training does not run, or the budget ended before its first steps.
+        ConfigurationError: a wrong request, or a budget that ended before the first steps.
+        RunError: the task's own training does not run.
         SearchInterrupted: Ctrl-C, once there is an answer.
     """
     reset_shown_warnings()
@@ -225,19 +225,22 @@ def search_directory(task: Any, out: str | Path | None = None) -> Path:
 
 
 def _describe(task: TaskRef, processes: int, budget: Budget) -> dict[str, Any]:
-    """The result of ``Description.facts``, in a process that ends at the deadline; RunError if that is too soon."""
+    """The result of ``Description.facts``, in a process that ends at the deadline; ConfigurationError if that is too
+    soon.
+    """
     if processes > 1:
         warn_oversubscribed(processes)
     try:
         with start_workers(1, "hasten.tuning.trial:Description", None, budget.deadline(), task=task) as worker:
             return worker.call("facts", processes=processes)
     except DeadlineError:
-        raise _too_small(budget, "to prepare the data and the model of the task") from None
+        what = "for its first steps" if task.command else "to prepare the data and the model of the task"
+        raise _too_small(budget, what) from None
 
 
-def _too_small(budget: Budget, what: str) -> RunError:
+def _too_small(budget: Budget, what: str) -> ConfigurationError:
     seconds, enough = format_duration(budget.total), duration_option(4 * budget.total)
-    return RunError(f"the budget of {seconds} was not enough {what}; give at least --budget {enough}")
+    return ConfigurationError(f"the budget of {seconds} was not enough {what}; give at least --budget {enough}")
 
 
 def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
