@@ -70,9 +70,7 @@ class TrialStore:
                 entry = json.loads(line)
                 self.outcomes[entry["key"]] = entry["outcome"]
             except (ValueError, KeyError, TypeError):
-                damaged += (
-                    line[: len(BEGIN)] != BEGIN[: len(line)]
-                )  # else a search was killed
+                damaged += line[: len(BEGIN)] != BEGIN[: len(line)]  # else a search was killed
         if damaged:
             what = f"{damaged} of {len(lines)} lines of {self.path} cannot be read"
             warnings.warn(f"{what}; these trials are measured again", HastenWarning, stacklevel=2)

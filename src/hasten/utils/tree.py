@@ -57,7 +57,7 @@ def bitwise_equal(a: Any, b: Any) -> bool:
     """Whether two trees are equal: dtypes, shapes and bytes of arrays, values of other leaves; NaN equals NaN."""
     if a is b:
         return True
-    if isinstance(a, torch.Tensor) and type(a) is type(b):
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
             return False
         return all(map(torch.equal, map(_as_bytes, _parts(a)), map(_as_bytes, _parts(b))))
@@ -69,8 +69,9 @@ def bitwise_equal(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(bitwise_equal, a, b))
     if dataclasses.is_dataclass(a) and type(a) is type(b) and not isinstance(a, type):
         return all(bitwise_equal(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a))
-    if is_graph(a) and is_graph(b):
-        return bitwise_equal(a.to_dict(), b.to_dict())
+    graphs: tuple[Any, Any] = a, b
+    if all(map(is_graph, graphs)):
+        return bitwise_equal(*(graph.to_dict() for graph in graphs))
     return bool(a == b or (a != a and b != b))
 
 
