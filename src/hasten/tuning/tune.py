@@ -234,7 +234,7 @@ def _describe(task: TaskRef, processes: int, budget: Budget) -> dict[str, Any]:
         with start_workers(1, "hasten.tuning.trial:Description", None, budget.deadline(), task=task) as worker:
             return worker.call("facts", processes=processes)
     except DeadlineError:
-        what = "for its first steps" if task.command else "to prepare the data and the model of the task"
+        what = f"for the first steps of {task}" if task.command else "to prepare the data and the model of the task"
         raise _too_small(budget, what) from None
 
 
