@@ -42,6 +42,15 @@ def test_convert_rows_to_matrices_that_arrays_reads(tmp_path):
     assert_equal((x, y), read_all(parquet(data, target="label")))
 
 
+def test_convert_rows_gives_each_column_a_visible_file_of_its_own(tmp_path):
+    names = ["", ".x", "a b", "a_b", "a_b-3"]
+    (tmp_path / "data.csv").write_text(",".join(names) + "\n" + "0,1,2,3,4\n" * 3)
+    files = convert(tmp_path / "data.csv", tmp_path / "out", to="rows")["files"]
+    assert len(set(files)) == len(names) and not any(file.startswith(".") for file in files)
+    read = read_all(arrays({name: tmp_path / "out" / file for name, file in zip(names, files, strict=True)}))
+    assert [read[name].tolist() for name in names] == [[value] * 3 for value in range(5)]
+
+
 def test_convert_to_records_that_tfrecord_reads(tmp_path):
     data = write_table(tmp_path / "in", content=mixed_table().drop_columns(["word"]))
     convert(data, tmp_path / "out", to="tfrecord", fill=0)

@@ -50,7 +50,7 @@ def test_stored_trials_of_another_metric_or_other_varied_arguments_are_not_reuse
         (99.0, 110.0, 99, 100, True),
         (109.0, 110.0, 222, 100, True),  # longer than its arguments say
         (61.0, 110.0, 61, None, True),
-        (301.0, 3_000.0, 301, None, False),  # nobody knows how long it takes
+        (301.0, 3_000.0, 301, None, False),  # its length is unknown
     ],
 )
 def test_first_run_is_watched_to_its_end_where_that_fits_the_budget(watched, limit, steps, total, expected):

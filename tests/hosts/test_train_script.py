@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
+from hasten.cli.main import main
 from hasten.core.errors import HastenWarning
 from hasten.core.recipe import Recipe
 from hasten.engine.loaders import from_loader
@@ -24,6 +25,22 @@ def train(directory: Path, text: str, recipe: str = "num_threads:count=1") -> in
     (directory / "train.py").write_text(text)
     script = ScriptRef.of_command([sys.executable, "train.py"], directory=str(directory))
     return train_script(script, Recipe.coerce(recipe), "cpu", None)
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--seed 3", "sets its own seeds"),
+        ("--checkpoint-every 10s", "writes and resumes its own files"),
+        ("--max-restarts 1", "starts its own processes"),
+        ("--max-bad-rows 2", "reads its own data"),
+    ],
+)
+def test_option_of_tasks_is_refused_in_one_line(option, reason, tmp_path, capsys):
+    (tmp_path / "train.py").touch()
+    assert main(["train", *option.split(), "--", sys.executable, str(tmp_path / "train.py")]) == 2
+    error = capsys.readouterr().err
+    assert f"{option.split()[0]} is for tasks; train {reason}; leave it out" in error and error.count("\n") == 1
 
 
 WITHOUT_TORCH = """
