@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.confirm import (
@@ -18,9 +19,11 @@ from hasten.tuning.confirm import (
     fresh_seeds,
     further_seeds,
 )
+from hasten.tuning.finding import Finding
 from hasten.tuning.gate import LOOKS
 from hasten.tuning.time_to_target import Counts, time_to_target
-from hasten.tuning.training import Baseline
+from hasten.tuning.training import Baseline, Substitute
+from hasten.tuning.training_stage import _substitute
 from helpers.planted_study import frozen
 
 MARGIN, TARGET, SAMPLES, LOOK = 0.01, 0.8, 1000, 50
@@ -369,8 +372,8 @@ def test_confirm_divides_its_error_among_the_looks_that_the_budget_allows():
     for budget in (1e9, 60.0):  # three runs of the recipe take 12 s, two more of the original and of the recipe 48 s
         study.budget.total = budget
         found.append(confirm(study, [FASTER], baseline_of(), 5.0)[0])
-    assert [each.most_looks for each in found] == [3, 1] and found[1].looks == 1
-    assert found[1].confidence == pytest.approx(1 - 3 * (1 - found[0].confidence))
+    assert [each.most_looks for each in found] == [len(LOOKS), 1] and found[1].looks == 1
+    assert found[1].confidence == pytest.approx(1 - len(LOOKS) * (1 - found[0].confidence))
 
 
 def test_confirm_of_a_recipe_that_misses_the_target_as_the_original_does_judges_the_whole_training():
@@ -417,3 +420,46 @@ def test_confirm_counts_a_run_of_the_baseline_once():
     without = Baseline([0, 1, 2], [], TARGET, MARGIN, True, [])
     lows = [confirm(study, [FASTER], each, 5.0)[0].gate.difference["low"] for each in (again, without)]
     assert lows[0] == lows[1]
+
+
+EXACT = Recipe({"channels_last": {}})
+
+
+def substituted(study: Planted, recipe: Recipe):
+    """``recipe``, confirmed against two runs of the original and, on further seeds, the exact recipe."""
+    seeds = fresh_seeds(0, 2)
+    runs = [study.run(Recipe(), seed) for seed in seeds]
+    baseline = Baseline([0, 1], runs, TARGET, MARGIN, True, seeds, substitute=Substitute(EXACT, 2.0))
+    return confirm(study, [recipe], baseline, 5.0)[0]
+
+
+def test_confirm_trains_the_exact_recipe_in_place_of_the_original_on_further_seeds():
+    cost = {"baseline": 10.0, str(EXACT): 5.0, str(FASTER): 2.0}
+    study = Planted({"baseline": 0.9, str(EXACT): 0.9, str(FASTER): 0.9}, cost=cost)
+    done = substituted(study, FASTER)
+    assert done.passed and done.speedup.median == pytest.approx(5.0, rel=0.01)
+    assert done.measured_speedup.median == pytest.approx(5.0, rel=0.01), "its seconds are those of the original"
+    assert study.seeds_of(Recipe()) == fresh_seeds(0, 2) and study.seeds_of(EXACT) == fresh_seeds(0, 3)[2:]
+    assert f"on 1 of these seeds {EXACT}" in done.gate.why
+
+
+def test_confirm_of_an_exact_recipe_compares_with_the_original_alone():
+    study = Planted({"baseline": 0.9, str(EXACT): 0.88}, cost={"baseline": 10.0, str(EXACT): 5.0}, spread=0.01)
+    substituted(study, EXACT)
+    assert len(study.seeds_of(Recipe())) == len(study.seeds_of(EXACT)) > 2
+
+
+def test_confirm_runs_the_original_where_the_exact_recipe_fails():
+    class Failing(Planted):
+        def run(self, recipe, seed):
+            return {"failed": "planted"} if recipe == EXACT else super().run(recipe, seed)
+
+    study = Failing({"baseline": 0.9, str(FASTER): 0.9})
+    assert substituted(study, FASTER).passed and study.seeds_of(Recipe()) == fresh_seeds(0, 3)
+
+
+def test_substitute_is_exact_and_of_hastens_own_methods():
+    ratio = Ratio(2.0, 1.9, 2.1)
+    of_user, own = Recipe({"./mine.py:Exact": {}}), Finding(EXACT, "exact", ratio, "")
+    assert _substitute([Finding(of_user, "exact", Ratio(4.0, 3.9, 4.1), ""), own]) == Substitute(EXACT, 2.0)
+    assert _substitute([Finding(EXACT, "estimated", ratio, "")]) is None

@@ -12,7 +12,7 @@ from statistics import fmean, stdev, variance
 
 from scipy.special import stdtr, stdtrit
 
-LOOKS = (3, 5, 8)  # seeds after which the gate may be asked
+LOOKS = (3, 5, 8, 12)  # seeds after which the gate may be asked
 ALPHA = 0.05  # chance that a harm of one margin passes, over all looks of all attempts together
 RELATIVE_MARGIN = 0.005  # of the baseline's metric; the default margin
 MIN_SEEDS = LOOKS[0]

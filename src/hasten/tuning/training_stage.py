@@ -13,9 +13,9 @@ from hasten.engine.registry import drop_distributed
 from hasten.tuning import finding
 from hasten.tuning.ablation import contributions, leave_one_out
 from hasten.tuning.budget import OutOfBudgetError
-from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, confirm, fresh_seeds
+from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, confirm, fresh_seeds, quality_risks
 from hasten.tuning.experience import is_exact
-from hasten.tuning.finding import ESTIMATED, PRECISION, PROVEN, Finding
+from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, MOST_PAIRS, pairs_needed, resolve_margin
 from hasten.tuning.joint_search import search_jointly, shorten, split_joint
 from hasten.tuning.largest_batch import largest_batch_compositions
@@ -32,6 +32,7 @@ from hasten.tuning.systems_stage import (
 from hasten.tuning.training import (
     SEED_STEP,
     Baseline,
+    Substitute,
     first_outcome,
     search_training,
     seconds_of,
@@ -184,6 +185,7 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
     """
     budget, seconds = study.budget, state.comparison_seconds
     tested, findings, before = list(state.tested), list(state.findings), state.winner
+    baseline.substitute = _substitute(findings)
 
     def take(attempts: list[Confirmation]) -> None:
         """Puts what is known of the attempts so far into the state, and saves it: what was proven is not lost."""
@@ -215,6 +217,13 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
     if winner.recipe != state.ablated or len(state.contributions) < len(winner.recipe.methods):
         samples = baseline.samples_to_target()
         state.ablated, state.contributions = winner.recipe, contributions(study, winner.recipe, samples, baseline)
+
+
+def _substitute(findings: list[Finding]) -> Substitute | None:
+    """The fastest exact recipe of hasten's own methods that was found on this task; None if there is none."""
+    exact = [found for found in findings if not quality_risks(found.recipe)]
+    best = finding.recommended(exact, EXACT)
+    return best and Substitute(best.recipe, best.gain.median)
 
 
 def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whole: bool) -> Finding:
@@ -253,5 +262,6 @@ def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool) -> str:
         )
     if seconds is None or attempt.speedup is None:
         return f"{seeds} more seeds"
-    more = seeds * (seconds + seconds / attempt.speedup.median)
+    exact = _substitute(state.findings)  # trains the seeds in place of the original
+    more = seeds * (seconds / (exact.speedup if exact else 1.0) + seconds / attempt.speedup.median)
     return f"{seeds} more seeds, about {format_duration(more)}: --budget +{duration_option(more)}"
