@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.cli.main import main
+from hasten.cli.main import _misplaced_option, main
 
 MINE = """
 import dataclasses, typing
@@ -416,3 +416,17 @@ def assert_one_line(argv: str, message: str, code: int, expected: int, capfd) ->
     assert message.lower() in err.lower(), f"hasten {argv}: {err!r} does not contain {message!r}"
     assert "Traceback" not in err and "internal error" not in err and len(err) < 500
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "argument", "found"),
+    [
+        ("error: unrecognized arguments: --budget 2m", "--budget", "--budget"),
+        ("No such option: --budget", "--budget=2m", "--budget"),
+        ("error: unrecognized arguments: --budget-of-mine 2", "--budget", ""),  # another option
+        ("error: unrecognized arguments: --epoch 2", "--epoch", ""),  # hasten has none of this name
+        ("KeyError: 'labels'", "--seed", ""),  # it took the option, and failed for another reason
+    ],
+)
+def test_option_of_hasten_that_the_command_refuses_is_found(message, argument, found):
+    assert _misplaced_option(message, "tune", ["python", "train.py", argument, "2m"]) == found

@@ -180,3 +180,10 @@ def test_frontier_shows_the_surer_of_both_gains():
     assert frontier_rows(result)[0]["speedup"] == whole
     result = validate({"kind": "tune", "frontier": [longer | {"speedup": whole, "training_speedup": noisy}]})
     assert frontier_rows(result)[0]["speedup"] == whole
+
+
+def test_headline_of_a_search_that_compared_nothing_says_so():
+    result = samples.no_improvement()
+    assert view_model.tune_headline(validate(result)) == "No improvement"
+    trials = [{**trial, "ratio": None} for trial in result["trials"]]
+    assert view_model.tune_headline(validate({**result, "trials": trials})) == "Nothing was compared"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hasten.benchmarking.ratio import Ratio
-from hasten.core.errors import ProgressWarning
+from hasten.core.errors import ConfigurationError, ProgressWarning
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.environment import cores
@@ -30,6 +30,7 @@ from hasten.tuning.tune import (
     _start_of_comparisons,
     _takes_the_place_of_a_comparison,
 )
+from helpers import averaging as averaging_helper
 from helpers.planted_study import MARGIN, SAMPLES, TARGET, TRIAL, Planted, baseline_of, clipping, frozen, threads
 
 PLAN = {
@@ -448,3 +449,15 @@ def test_compare_speed_begins_at_the_start_step_for_recipes_that_keep_the_traini
         study.compare_speed(Recipe(), Recipe.parse("flush_denormals"))
     study.compare_speed(Recipe(), Recipe.parse("batch_size:factor=4"))
     assert begun == [0, 830, 0]
+
+
+@pytest.mark.parametrize("methods", [["znorm", "Averaging"], "znorm"])
+def test_selection_with_an_offered_class_among_the_methods_tries_both(methods):
+    averaging = f"{averaging_helper.__file__}:Averaging"
+    selection = MethodSelection.of(methods, [averaging])
+    assert selection.only == Recipe({"znorm": {}}) and list(selection.offered.methods) == [averaging]
+
+
+def test_selection_of_an_unknown_class_is_refused():
+    with pytest.raises(ConfigurationError, match="Averaging"):
+        MethodSelection.of(["Averaging"], [])

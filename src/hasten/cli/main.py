@@ -115,7 +115,13 @@ def _run_command(argv: list[str]) -> CommandResult | None:
     if options.quiet:
         warnings.simplefilter("ignore", ProgressWarning)
     with stdout_reserved_for_answer(), progress_display(options.quiet) as on_progress:
-        return COMMANDS[options.verb].run(options, on_progress)
+        try:
+            return COMMANDS[options.verb].run(options, on_progress)
+        except ConfigurationError as error:
+            if misplaced := _misplaced_option(str(error), options.verb, split_command(argv)[1] or []):
+                hint = f"{misplaced} is an option of hasten, too: those come before --"
+                raise ConfigurationError(f"{error}; {hint}") from None
+            raise
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace | None:
@@ -201,10 +207,22 @@ def _unknown_argument(unknown: list[str], verb: str | None, has_command: bool) -
         hint = f"; a command of yours comes after --: {program} -- python train.py"
         remedy = hint if verb in OF_SCRIPTS and not has_command else f"; see {program} --help"
         return ConfigurationError(f"unexpected argument {unknown[0]!r}{place}{remedy}")
+    return ConfigurationError(f"there is no option {names[0]}{suggest(names[0], _option_names(_parser_of(verb)))}")
+
+
+def _misplaced_option(message: str, verb: str, command: list[str]) -> str:
+    """The option of ``verb`` that the user's own command was given and refuses by name in ``message``; "" if none."""
+    names = [argument.partition("=")[0] for argument in command if argument.startswith("--")]
+    refused = [name for name in names if re.search(rf"{re.escape(name)}(?![\w-])", message)]
+    return next((name for name in refused if name in _option_names(_parser_of(verb))), "")
+
+
+def _parser_of(verb: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of ``verb`` and those of every command."""
     parser = argument_types.common_options()
     if verb:
         COMMANDS[verb].add_arguments(parser)
-    return ConfigurationError(f"there is no option {names[0]}{suggest(names[0], _option_names(parser))}")
+    return parser
 
 
 def _option_names(parser: argparse.ArgumentParser) -> set[str]:

@@ -77,12 +77,18 @@ def tune_headline(result: Json) -> str:
         if result["verdict"] == "faster":
             failed = result["quality"]["passed"] is False
             return "Faster, but worse quality" if failed else "Faster, but quality not tested"
-        verdict = result["verdict"].capitalize()
+        verdict = "Nothing was compared" if _is_without_comparison(result) else result["verdict"].capitalize()
         return _so_far(verdict or ("No answer yet" if result["is_partial"] else "No verdict"), result)
     before, after = training_times(result)
     gain = f"{'Steps ' * is_of_steps(result)}{formatting.ratio(result['speedup']['median'])} faster"
     text = f"{after} instead of {before}" if before else gain
     return _so_far(f"{text}, estimated" if result["evidence"] == "estimated" else text, result)
+
+
+def _is_without_comparison(result: Json) -> bool:
+    """Whether a search found nothing because it compared nothing, as with a small budget."""
+    is_known = best_trial(result["trials"]) or any(row["evidence"] for row in result["frontier"])
+    return result["verdict"] == "no improvement" and not is_known
 
 
 def is_of_steps(result: Json) -> bool:

@@ -54,7 +54,10 @@ class MethodSelection:
             ConfigurationError: an unknown method, a wrong option, or warm-up steps of a distributed method, which make
                 blocks of steps differ.
         """
-        only, offered = Recipe.parse(methods) if methods else None, Recipe.parse(extra)
+        offered = Recipe.parse(extra)
+        classes = {name.rpartition(":")[2] for name in offered.methods}  # which are tried besides anyway
+        names = [methods] if isinstance(methods, str) else methods
+        only = Recipe.parse(name for name in names if name not in classes) if names else None
         for recipe in (only or Recipe(), offered):
             make_methods(recipe)
             _refuse_warmup(recipe)
