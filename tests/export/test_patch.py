@@ -161,6 +161,29 @@ def test_evaluation_runs_without_gradients_by_a_decorator_or_around_its_loop(tmp
     assert result == expected.replace("\n".join(block), "\n".join(wrapped))
 
 
+GRAPH = """import torch
+
+for epoch in range(3):
+    model.train()
+    loss(model(x)).backward()
+    model.eval()
+    correct = (model(x).argmax(1) == y)[
+        test
+    ]
+    model.train()
+    again = model(x)
+"""
+
+
+def test_evaluation_of_one_statement_after_eval_runs_without_gradients(tmp_path):
+    result = patched(tmp_path, GRAPH, ("evaluation", 7, "torch.no_grad()"))
+    block = GRAPH.split("\n")[6:9]
+    wrapped = ["    with torch.no_grad():", *(f"    {line}" for line in block)]
+    assert result == GRAPH.replace("\n".join(block), "\n".join(wrapped))
+    for line in (5, 11):  # it trains there, or the mode is another one
+        assert "no function" in refused(tmp_path, GRAPH, "evaluation", line, "torch.no_grad()")
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "line", "edit", "reason"),
     [

@@ -18,6 +18,7 @@ GRADIENTS = {"backward", "grad", "step", "zero_grad", "manual_backward", "scaler
 
 IMPORT = (ast.Import, ast.ImportFrom)
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)  # statements that may call a model
 
 
 NO_TORCH = "the file does not import torch at its top"
@@ -312,9 +313,10 @@ class SourceFile:
             self._insert_after(self._torch_import(), "import torch")
 
     def _wrap_evaluation(self, line: int, text: str) -> None:
-        """Decorates the function of the evaluation at a line by ``@text``, or puts its loop under ``with text:``.
+        """Decorates the function of the evaluation at a line by ``@text``, or puts its loop under ``with text:``, or a
+        statement that follows ``model.eval()``.
 
-        CannotEditError if there is neither a function nor a loop that computes no gradients.
+        CannotEditError if there is none of these that computes no gradients.
         """
         self._ensure_torch()
         functions = self._nodes(ast.FunctionDef, line)
@@ -325,19 +327,38 @@ class SourceFile:
             indent = _indent(self._line(first))
             return self._insert(self.lines[first - 1], f"{indent}@{text}\n")
         loops = self._nodes((ast.For, ast.While), line)
-        if not loops or _takes_gradients(loops[-1], taking_gradients):
+        if loops and not _takes_gradients(loops[-1], taking_gradients):
+            return self._indent_block(loops[-1], text)
+        statement = self._statement_after_eval(line)
+        if statement is None or _takes_gradients(statement, taking_gradients):
             raise CannotEditError("the evaluation is no function and no loop of its own")
-        return self._indent_block(loops[-1], text)
+        return self._indent_block(statement, text)
+
+    def _statement_after_eval(self, line: int) -> ast.stmt | None:
+        """The statement at a line, if it stands alone there and one before it in its block is a call of ``eval()``."""
+        blocks = [block for node in ast.walk(self.tree) for block in _blocks(node)]
+        for block in blocks:
+            modes = ""  # of the model, as the last call before the statement has set it
+            for statement in block:
+                if isinstance(statement, SIMPLE) and statement.lineno <= line <= _end(statement):
+                    before = self._line(statement.lineno)[: statement.col_offset]
+                    after = self._line(_end(statement)).encode()[statement.end_col_offset or 0 :].strip()
+                    is_alone = not before.strip() and not after.startswith(b";")
+                    return statement if modes == "eval" and is_alone else None
+                call = statement.value if isinstance(statement, ast.Expr) else None
+                if isinstance(call, ast.Call) and _callee(call) in ("eval", "train"):
+                    modes = _callee(call)
+        return None
 
     def _indent_block(self, block: ast.stmt, text: str) -> None:
-        """Indents a loop under ``with text:``; CannotEditError if it holds a string of several lines."""
+        """Indents a statement under ``with text:``; CannotEditError if it holds a string of several lines."""
         last = block.end_lineno or block.lineno
         strings = [node for node in ast.walk(block) if isinstance(node, (ast.Constant, ast.JoinedStr))]
         if any(node.lineno != _end(node) for node in strings):
-            raise CannotEditError("the loop holds a string of several lines, which must not be indented")
+            raise CannotEditError("the evaluation holds a string of several lines, which must not be indented")
         indent = _indent(self._line(block.lineno))
         if any(text in inserted for inserted in self.insertions.get(self.lines[block.lineno - 1], [])):
-            return  # two evaluations in one loop
+            return  # two evaluations in one statement
         self._insert(self.lines[block.lineno - 1], f"{indent}with {text}:\n")
         for number in range(block.lineno, last + 1):
             if self._line(number).strip():
@@ -388,6 +409,12 @@ def _takes_gradients(node: ast.AST, functions: set[str]) -> bool:
         if _callee(call) in GRADIENTS or (is_own and _callee(call) in functions):
             return True
     return False
+
+
+def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
+    """The lists of statements that a node holds."""
+    fields = (value for _, value in ast.iter_fields(node) if isinstance(value, list))
+    return [value for value in fields if value and isinstance(value[0], ast.stmt)]
 
 
 def _comes_first(statement: ast.stmt) -> bool:
