@@ -287,6 +287,14 @@ SCRIPTS = {
 }
 
 
+def copy_of(script: Script, checkouts: Path, place: Path) -> Path:
+    """The directory of a copy of a script below ``place``, with its data."""
+    directory = place / script.directory
+    shutil.copytree(checkouts / script.directory, directory)
+    script.prepare(directory)
+    return directory
+
+
 # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -444,11 +452,8 @@ def judge(name: str, script: Script, checkout: Path) -> dict:
     runs = []
     with tempfile.TemporaryDirectory(prefix="public-") as place:
         for run in (alone, watched):
-            directory = Path(place, script.directory)
             shutil.rmtree(place)
-            shutil.copytree(checkout / script.directory, directory)
-            script.prepare(directory)
-            runs.append(run(script, directory))
+            runs.append(run(script, copy_of(script, checkout, Path(place))))
     plain, under = runs
     row["same weights"] = plain.seen.get("hash", "") == under.seen.get("hash", "") != ""
     row["same output"] = same_output(script, plain, under)

@@ -51,10 +51,9 @@ class LoaderSeam:
         patch_next_batch(self._timed)
 
     def on_backward(self) -> None:
-        """Called after a backward pass: the loader that gave the last batch before it is one for training."""
-        record, self.last = self.last, None
-        if record is not None:
-            record["role"] = TRAINING
+        """Called after the first backward pass since a loader gave a batch: that loader is one for training."""
+        assert self.last is not None, "a loader has given a batch"
+        self.last["role"], self.last = TRAINING, None
 
     def attach(self, loader: Any) -> Any:
         """Notes the loader that the script names as that of its training; returns what it reads in its place."""

@@ -78,9 +78,8 @@ class ModelSeam:
         patch_module_call(self.first_call)
 
     def on_backward(self) -> None:
-        """Called after each outermost backward pass; one during an evaluation sets ``trains_in_eval_mode``."""
-        if self.began is not None:
-            self.trains_in_eval_mode, self.began = True, None
+        """Called after an outermost backward pass during an evaluation."""
+        self.trains_in_eval_mode, self.began = True, None
 
     def find_uncalled(self) -> None:
         """Adds the models that are trained but were not called as a whole: some parameter has a gradient."""

@@ -228,8 +228,10 @@ class Session:
             self.models.stop_searching()
 
     def _after_backward(self) -> None:
-        self.loaders.on_backward()
-        self.models.on_backward()
+        if self.loaders.last is not None:
+            self.loaders.on_backward()
+        if self.models.began is not None:
+            self.models.on_backward()
 
     def _after_step(self) -> None:
         models, count = self.models, self.steps.count

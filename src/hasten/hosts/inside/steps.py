@@ -84,7 +84,7 @@ class StepSeam:
         @functools.wraps(original)
         def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal under_methods
-            if self.inside or not self._begin():
+            if self.inside or not (self._begin() if not self.has_begun else self.active):
                 return original(loss, *args, **kwargs)
             if under_methods is None:
                 under_methods = self.wrap_backward(original)
@@ -115,9 +115,11 @@ class StepSeam:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self.inside:  # of a backward pass that is counted already
+                return original(tensors, grad_tensors, *args, **kwargs)
             losses, gradients = _listed(tensors), _listed(grad_tensors)
             of_several = len(losses) > 1 and (gradients or any(loss.numel() != 1 for loss in losses))
-            if self.inside or args or of_several or "grad_variables" in kwargs:
+            if args or of_several or "grad_variables" in kwargs:
                 return original(tensors, grad_tensors, *args, **kwargs)
             return functools.reduce(operator.add, losses).backward(*gradients, **kwargs)
 
@@ -187,16 +189,17 @@ class StepSeam:
             self.began = self.phases.now()
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.active or not (self.has_begun or _has_gradient(optimizer)):  # scripts step once to begin a schedule
+        if not self.active:
             return
-        if not self._begin():
+        if not self.has_begun and not (_has_gradient(optimizer) and self._begin()):  # some step once for a schedule
             return
         if self.began is not None:
             self.phases.record("optimizer_step", self.began)
             self.began = None
-        count = self.counts.get(id(optimizer))
-        self.counts[id(optimizer)] = count = (self._know(optimizer) if count is None else count) + 1
-        if count > self.count and (not self.leading or id(optimizer) in self.leading):
+        key = id(optimizer)
+        count = self.counts.get(key)
+        self.counts[key] = count = (self._know(optimizer) if count is None else count) + 1
+        if count > self.count and (not self.leading or key in self.leading):
             self.end_step()
 
     def end_step(self) -> None:
