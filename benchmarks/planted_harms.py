@@ -28,6 +28,7 @@ from scipy.stats import beta
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import Budget
 from hasten.tuning.confirm import confirm
+from hasten.tuning.gate import LOOKS
 from hasten.tuning.training_stage import run_baseline
 
 METRIC, TARGET, EVALUATIONS = 0.9, 0.85, 20
@@ -36,7 +37,7 @@ SPREADS = (0.3, 1.0, 3.0)  # standard deviation of the original over the seeds, 
 TUNED_SPREADS = (1.0, 0.3)  # standard deviation of the recipes, in that of the original
 RECIPES = tuple(Recipe({"ema": {"decay": decay}}) for decay in (0.9, 0.99, 0.999))  # slower ones first
 SPEEDS = (2.0, 3.0, 5.0)
-BUDGETS = {1: 300.0, 3: 1e9}  # that allow so many looks
+BUDGETS = {1: 300.0, len(LOOKS): 1e9}  # that allow so many looks
 ACCEPTED_AT_MOST = 0.05
 REAL_MARGIN, REAL_BUDGET = 0.01, "60s"
 
@@ -56,6 +57,7 @@ class SimulatedStudy:
     target: float | None = TARGET
     higher_is_better: bool = True
     budget: Budget = field(default_factory=lambda: Budget(1e9, clock=lambda: 0.0))
+    complete: dict = field(default_factory=dict)  # nothing is stored
 
     def run(self, recipe: Recipe, seed: int) -> dict:
         chance = random.Random(f"{self.seed} {recipe} {seed}")
@@ -112,7 +114,9 @@ def interval(count: int, of: int) -> tuple[float, float]:
 
 def simulate(searches: int) -> list[dict]:
     rows = []
-    for spread, tuned, (noise, looks) in product(SPREADS, TUNED_SPREADS, ((0.0, 3), (0.8, 3), (0.0, 1))):
+    for spread, tuned, (noise, looks) in product(
+        SPREADS, TUNED_SPREADS, ((0.0, len(LOOKS)), (0.8, len(LOOKS)), (0.0, 1))
+    ):
         sizes = spread * RELATIVE_MARGIN, tuned * spread * RELATIVE_MARGIN, noise, looks
         harmful = [simulated_search(number, *sizes, is_harmful=True)[0] for number in range(searches)]
         equal = [simulated_search(number, *sizes, is_harmful=False) for number in range(searches)]

@@ -62,7 +62,8 @@ def search(name: str, script: Script, checkouts: Path, budget: str) -> dict:
         done = subprocess.run(command, cwd=directory, env=environment, **streams)
         row = {"script": name, "command": script.command, "seconds": time.perf_counter() - began}
     if done.returncode not in (0, 1):  # 1: nothing is surely faster
-        return row | {"refused": done.stderr.strip().splitlines()[-1].removeprefix("hasten: ")}
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return row | {"refused": lines[-1].removeprefix("hasten: ")}
     found = json.loads(done.stdout)
     return row | ({"refused": found["error"]} if "error" in found else {"found": found})
 

@@ -180,8 +180,22 @@ def test_evaluation_of_one_statement_after_eval_runs_without_gradients(tmp_path)
     block = GRAPH.split("\n")[6:9]
     wrapped = ["    with torch.no_grad():", *(f"    {line}" for line in block)]
     assert result == GRAPH.replace("\n".join(block), "\n".join(wrapped))
-    for line in (5, 11):  # it trains there, or the mode is another one
+    for line in (5, 11):  # it trains there, or in another mode
         assert "no function" in refused(tmp_path, GRAPH, "evaluation", line, "torch.no_grad()")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ["m.eval()", "out = m(x)", "g = grad(loss(out), x)"],  # a saliency map
+        ["t.eval()", "loss = f(t(x), m(x))", "loss.backward()"],  # a teacher
+        ["other.eval()", "out = m(x)", "m.train()"],
+        ["m.eval()", "a = 1; out = m(x)", "m.train()"],
+    ],
+)
+def test_evaluation_of_a_statement_that_may_need_gradients_is_not_edited(tmp_path, body):
+    text = "import torch\nfor x in d:\n" + "".join(f"    {line}\n" for line in [*body, "opt.step()"])
+    assert "no function" in refused(tmp_path, text, "evaluation", 4, "torch.no_grad()")
 
 
 @pytest.mark.parametrize(

@@ -186,4 +186,7 @@ def test_headline_of_a_search_that_compared_nothing_says_so():
     result = samples.no_improvement()
     assert view_model.tune_headline(validate(result)) == "No improvement"
     trials = [{**trial, "ratio": None} for trial in result["trials"]]
+    trials = [trial for trial in trials if trial["stage"] not in ("training", "confirmation")]
     assert view_model.tune_headline(validate({**result, "trials": trials})) == "Nothing was compared"
+    refused = {**trials[0], "stage": "training", "verdict": "refused"}  # after a whole training
+    assert view_model.tune_headline(validate({**result, "trials": [*trials, refused]})) == "No improvement"

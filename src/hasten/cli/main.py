@@ -10,6 +10,7 @@ import atexit
 import io
 import os
 import re
+import shlex
 import signal
 import sys
 import warnings
@@ -118,7 +119,9 @@ def _run_command(argv: list[str]) -> CommandResult | None:
         try:
             return COMMANDS[options.verb].run(options, on_progress)
         except ConfigurationError as error:
-            if misplaced := _misplaced_option(str(error), options.verb, split_command(argv)[1] or []):
+            command = split_command(argv)[1] or []
+            message = str(error).replace(" ".join(command), "").replace(shlex.join(command), "")
+            if misplaced := _misplaced_option(message, options.verb, command):
                 hint = f"{misplaced} is an option of hasten, too: those come before --"
                 raise ConfigurationError(f"{error}; {hint}") from None
             raise
@@ -211,7 +214,7 @@ def _unknown_argument(unknown: list[str], verb: str | None, has_command: bool) -
 
 
 def _misplaced_option(message: str, verb: str, command: list[str]) -> str:
-    """The option of ``verb`` that the user's own command was given and refuses by name in ``message``; "" if none."""
+    """The option of ``verb`` in the user's own command that the error ``message`` names; "" if there is none."""
     names = [argument.partition("=")[0] for argument in command if argument.startswith("--")]
     refused = [name for name in names if re.search(rf"{re.escape(name)}(?![\w-])", message)]
     return next((name for name in refused if name in _option_names(_parser_of(verb))), "")

@@ -316,7 +316,7 @@ class SourceFile:
         """Decorates the function of the evaluation at a line by ``@text``, or puts its loop under ``with text:``, or a
         statement that follows ``model.eval()``.
 
-        CannotEditError if there is none of these that computes no gradients.
+        CannotEditError if there is none of these, or if each computes gradients.
         """
         self._ensure_torch()
         functions = self._nodes(ast.FunctionDef, line)
@@ -329,25 +329,30 @@ class SourceFile:
         loops = self._nodes((ast.For, ast.While), line)
         if loops and not _takes_gradients(loops[-1], taking_gradients):
             return self._indent_block(loops[-1], text)
-        statement = self._statement_after_eval(line)
-        if statement is None or _takes_gradients(statement, taking_gradients):
+        statement = self._statement_after_eval(line, taking_gradients)
+        if statement is None:
             raise CannotEditError("the evaluation is no function and no loop of its own")
         return self._indent_block(statement, text)
 
-    def _statement_after_eval(self, line: int) -> ast.stmt | None:
-        """The statement at a line, if it stands alone there and one before it in its block is a call of ``eval()``."""
-        blocks = [block for node in ast.walk(self.tree) for block in _blocks(node)]
-        for block in blocks:
-            modes = ""  # of the model, as the last call before the statement has set it
-            for statement in block:
-                if isinstance(statement, SIMPLE) and statement.lineno <= line <= _end(statement):
-                    before = self._line(statement.lineno)[: statement.col_offset]
-                    after = self._line(_end(statement)).encode()[statement.end_col_offset or 0 :].strip()
-                    is_alone = not before.strip() and not after.startswith(b";")
-                    return statement if modes == "eval" and is_alone else None
-                call = statement.value if isinstance(statement, ast.Expr) else None
-                if isinstance(call, ast.Call) and _callee(call) in ("eval", "train"):
-                    modes = _callee(call)
+    def _statement_after_eval(self, line: int, taking_gradients: set[str]) -> ast.stmt | None:
+        """The statement at a line that calls a model after ``eval()`` of it in the same block; None if there is none.
+
+        Also None if it is not alone on its lines, or if it or one up to the next ``train()`` takes gradients.
+        """
+        for block in (block for node in ast.walk(self.tree) for block in _blocks(node)):
+            here = [n for n, one in enumerate(block) if isinstance(one, SIMPLE) and one.lineno <= line <= _end(one)]
+            if not here:
+                continue
+            statement, before, after = block[here[0]], block[: here[0]], block[here[0] + 1 :]
+            rest = self._line(_end(statement)).encode()[statement.end_col_offset or 0 :].strip()
+            has_own_lines = not self._line(statement.lineno)[: statement.col_offset].strip() and not rest.startswith(
+                b";"
+            )
+            called = {ast.unparse(call.func) for call in ast.walk(statement) if isinstance(call, ast.Call)}
+            modes = [mode for mode in map(_mode_call, before) if mode and mode[0] in called]
+            until_train = itertools.takewhile(lambda one: (_mode_call(one) or ("", ""))[1] != "train", after)
+            takes = any(_takes_gradients(one, taking_gradients) for one in (statement, *until_train))
+            return statement if has_own_lines and not takes and modes and modes[-1][1] == "eval" else None
         return None
 
     def _indent_block(self, block: ast.stmt, text: str) -> None:
@@ -409,6 +414,14 @@ def _takes_gradients(node: ast.AST, functions: set[str]) -> bool:
         if _callee(call) in GRADIENTS or (is_own and _callee(call) in functions):
             return True
     return False
+
+
+def _mode_call(statement: ast.stmt) -> tuple[str, str] | None:
+    """(model, "eval" or "train") of the statement ``model.eval()`` or ``model.train()``; None for any other."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in ("eval", "train"):
+        return ast.unparse(call.func.value), call.func.attr
+    return None
 
 
 def _blocks(node: ast.AST) -> list[list[ast.stmt]]:

@@ -87,7 +87,9 @@ def tune_headline(result: Json) -> str:
 
 def _is_without_comparison(result: Json) -> bool:
     """Whether a search found nothing because it compared nothing, as with a small budget."""
-    is_known = best_trial(result["trials"]) or any(row["evidence"] for row in result["frontier"])
+    trained = [trial for trial in result["trials"] if trial["stage"] in ("training", "confirmation")]
+    is_judged = any(trial["verdict"] in ("refused", "no gain", "slower") for trial in trained)
+    is_known = is_judged or best_trial(result["trials"]) or any(row["evidence"] for row in result["frontier"])
     return result["verdict"] == "no improvement" and not is_known
 
 

@@ -55,7 +55,7 @@ class MethodSelection:
                 blocks of steps differ.
         """
         offered = Recipe.parse(extra)
-        classes = {name.rpartition(":")[2] for name in offered.methods}  # which are tried besides anyway
+        classes = {name.rpartition(":")[2] for name in offered.methods}  # offered methods are tried in any case
         names = [methods] if isinstance(methods, str) else methods
         only = Recipe.parse(name for name in names if name not in classes) if names else None
         for recipe in (only or Recipe(), offered):

@@ -3,10 +3,10 @@
 The search picked its winner partly by luck, so none of the winner's measurements is used here; the original's runs that
 set the margin are. The fastest recipes are looked at in turns, with more seeds at each look; the original is run once
 per seed for all of them, so that a slower recipe that is easier to prove costs little more. On seeds beyond those of
-the baseline, an exact recipe that was found on this task trains in place of the original (``Baseline.substitute``): the
-same training, sooner. The fastest recipe goes first. If one look neither settles its quality nor suggests that the next
-one would, an exact recipe follows: a few seeds prove it, so there is an answer in any case. The fastest that passes
-wins.
+the baseline, an exact recipe that was found on this task trains in place of the original (``Baseline.substitute``): it
+trains the same steps in less time. The fastest recipe goes first. If one look neither settles its quality nor suggests
+that the next one would, an exact recipe follows: a few seeds prove it, so there is an answer in any case. The fastest
+that passes wins.
 """
 
 import math
@@ -25,7 +25,7 @@ from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
 from hasten.tuning.study import EXACT, Study, exactness_of
 from hasten.tuning.systems import ROUNDS, loosest_exactness
 from hasten.tuning.time_to_target import Counts, mean_ratio, samples_since_last_evaluation, time_to_target
-from hasten.tuning.training import SEED_STEP, Baseline, at_pace
+from hasten.tuning.training import SEED_STEP, Baseline
 
 FIRST_FRESH_SEED, FIRST_FURTHER_SEED = 100_000, 500_000
 MAX_FINALISTS = 3  # each further one has to pass a stricter gate
@@ -34,6 +34,7 @@ EXACT_PAIRS = 2  # after a passed exactness check the seeds need only not contra
 WORTH_PROVING = 1.15  # times the speed-up of a slower recipe that has passed
 AGREEMENT = 0.9  # of the speed-up by blocks, which the measured runs must show
 FAR_APART = 0.75  # of it: below, the measured runs count however much they spread
+SUBSTITUTED = "substituted"  # key of a run that ``Baseline.substitute`` has made in place of the original
 
 Ends = tuple[list[tuple[dict, dict]], list[tuple[dict, dict]]]  # of both arms: (run, its evaluation that counts)
 
@@ -52,7 +53,6 @@ class Confirmation:
     over_strong_baseline: Ratio | None = None
     baseline_runs: dict[int, dict] = field(default_factory=dict)  # by seed
     tuned_runs: dict[int, dict] = field(default_factory=dict)  # by seed; there may be further seeds
-    substituted: set[int] = field(default_factory=set)  # seeds on which ``Baseline.substitute`` was the baseline
     comparison: dict = field(default_factory=dict)  # of speed with the original, see ``Study.compare_speed``
     counts: Counts | None = None  # samples to the target
     seconds: dict[str, float] = field(default_factory=dict)  # to the target: baseline, strong_baseline, tuned
@@ -296,18 +296,33 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
 
 
 def _run_original(study: Study, attempt: Confirmation, seed: int, baseline: Baseline) -> dict:
-    """The original's run on one seed; that of the baseline's substitute, at the original's pace, where that suffices.
+    """The original's run on one seed; that of the baseline's substitute, marked as such, where there is none yet.
 
     An exact recipe is compared with the original itself: the substitute rests on the same check.
     """
+    is_known = seed in baseline.run_seeds or (str(Recipe()), seed, study.horizon) in study.complete
+    if is_known or not quality_risks(attempt.recipe) or not _is_sound(study, baseline):
+        return study.run(Recipe(), seed)
+    assert baseline.substitute is not None, "it is sound"
+    run = study.run(baseline.substitute.recipe, seed)
+    if "failed" not in run:
+        return run | {SUBSTITUTED: True}
+    baseline.substitute = None
+    return study.run(Recipe(), seed)
+
+
+def _is_sound(study: Study, baseline: Baseline) -> bool:
+    """Whether the baseline's substitute ends as well as the original on the first seed, and holds the target there.
+
+    Only its run on that seed is compared with the original's. A substitute that is not sound is dropped.
+    """
     substitute = baseline.substitute
-    if substitute is None or seed in baseline.run_seeds or not quality_risks(attempt.recipe):
-        return study.run(Recipe(), seed)
-    run = study.run(substitute.recipe, seed)
-    if "failed" in run:
-        return study.run(Recipe(), seed)
-    attempt.substituted.add(seed)
-    return at_pace(run, 1 / substitute.speedup)
+    if substitute is None or not baseline.runs:
+        return False
+    run, original = study.run(substitute.recipe, baseline.run_seeds[0]), baseline.runs[0]
+    if "failed" in run or not baseline.as_good([run["metric"]]) or (_missed(run) and not _missed(original)):
+        baseline.substitute = None
+    return baseline.substitute is not None
 
 
 def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
@@ -329,10 +344,10 @@ def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
         more_baseline=[before[seed] for seed in original if seed not in attempt.baseline_runs],
         confidence=gate.confidence_of() if exact else attempt.confidence,  # any exact recipe is contradicted as often
     )
-    if attempt.substituted and baseline.substitute:
-        count, recipe = len(attempt.substituted), baseline.substitute.recipe
-        why = f"{result.why}; on {count} of these seeds {recipe}, exact on this task, trained in place of the original"
-        result = attempt.gate = replace(result, why=why)
+    substituted = sum(SUBSTITUTED in attempt.baseline_runs[seed] for seed in attempt.paired)
+    if substituted and baseline.substitute:
+        how = f"{baseline.substitute.recipe}, exact on this task, trained in place of the original"
+        result = attempt.gate = replace(result, why=f"{result.why}; on {substituted} of these seeds {how}")
     attempt.why = result.why
     if len(attempt.paired) < 2:
         return
@@ -357,7 +372,7 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
 
     If the measured seconds of the runs show clearly less than the model of ``time_to_target.py``, a run pays for
     something that no block shows (a first epoch that fills a cache, a late compilation, a run that ends before it is
-    warm): then these count.
+    warm): then these count. Runs of a substitute say nothing about the seconds of the original, and are left out.
 
     With ``same_steps`` the exactness check has passed, and both arms train the same steps. Rounding may still carry a
     seed across the target one evaluation earlier or later; both are then read at the original's evaluation.
@@ -365,11 +380,11 @@ def _compute_speedup(attempt: Confirmation, same_steps: bool) -> tuple[Ratio, Ra
     paired = loosest_exactness(attempt.recipe) in EXACT  # they train the same samples, checked or not
     arms = list(attempt.baseline_runs.values()), list(attempt.tuned_runs.values())
     ends = _pairs_at_target(attempt, same_steps) if paired else _at_target(*arms)
-    counts = attempt.counts = Counts(_counts(ends[0], paired), _counts(ends[1], paired), paired)
+    counts = attempt.counts = _counts_of(ends, paired)
     blocks, attempt.seconds["baseline"], attempt.seconds["tuned"] = time_to_target(attempt.comparison, counts)
-    measured = _measured(ends, counts)
+    measured = _measured(ends, paired)
     # both are rounded to the same evaluations, which says nothing about their difference
-    surely = _measured(ends, replace(counts, has_rounding=False)).high < blocks.median
+    surely = _measured(ends, paired, has_rounding=False).high < blocks.median
     share = measured.median / blocks.median
     attempt.uses_measured = share < (AGREEMENT if surely else FAR_APART)
     if attempt.uses_measured:
@@ -414,19 +429,28 @@ def _counts(ends: list[tuple[dict, dict]], paired: bool) -> list[tuple[int, int]
     return [(at["samples"], 0 if paired else samples_since_last_evaluation(run, at["samples"])) for run, at in ends]
 
 
-def _measured(ends: Ends, counts: Counts) -> Ratio:
-    before, after = ([evaluation["seconds"] for _, evaluation in arm] for arm in ends)
-    return mean_ratio(before, after, counts)
+def _counts_of(ends: Ends, paired: bool) -> Counts:
+    return Counts(_counts(ends[0], paired), _counts(ends[1], paired), paired)
+
+
+def _measured(ends: Ends, paired: bool, has_rounding: bool = True) -> Ratio:
+    """The ratio of the seconds of the runs, without those of a substitute; of paired runs, without their pairs."""
+    before, after = ends
+    if paired:
+        pairs = [pair for pair in zip(before, after, strict=True) if SUBSTITUTED not in pair[0][0]]
+        before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    before = [end for end in before if SUBSTITUTED not in end[0]]
+    seconds = ([evaluation["seconds"] for _, evaluation in arm] for arm in (before, after))
+    return mean_ratio(*seconds, replace(_counts_of((before, after), paired), has_rounding=has_rounding))
 
 
 def _whole_training_speedup(attempt: Confirmation, ends: Ends, paired: bool) -> Ratio:
     """The ratio of the seconds of whole trainings, by the clock that counts for the time to the target as well."""
     before, after = ([(run, run["evaluations"][-1]) for run, _ in arm] for arm in ends)
-    samples = [[(evaluation["samples"], 0) for _, evaluation in arm] for arm in (before, after)]
-    counts = Counts(samples[0], samples[1], paired)
     if attempt.uses_measured:
-        return _measured((before, after), counts)
-    return time_to_target(attempt.comparison, counts)[0]
+        return _measured((before, after), paired, has_rounding=False)
+    samples = [[(evaluation["samples"], 0) for _, evaluation in arm] for arm in (before, after)]
+    return time_to_target(attempt.comparison, Counts(samples[0], samples[1], paired))[0]
 
 
 def _evaluation_at(run: dict, samples: int | None) -> dict | None:

@@ -14,7 +14,7 @@ from hasten.engine.registry import drop_distributed
 from hasten.engine.run_dir import atomic_write
 from hasten.reporting.result_schema import Curve, OfferedMethod, Point, TuneResult
 from hasten.tuning.candidates import Candidates
-from hasten.tuning.confirm import Confirmation
+from hasten.tuning.confirm import SUBSTITUTED, Confirmation
 from hasten.tuning.finding import DEFAULT_LEVEL, ESTIMATED, SURELY_FASTER, Finding, frontier, frontier_rows, recommended
 from hasten.tuning.study import Study, changes_training, is_in
 from hasten.tuning.systems import Incumbents
@@ -263,7 +263,10 @@ def _why_nothing_is_faster(trials: Sequence[Mapping[str, Any]], is_partial: bool
 
 
 def _runs(baseline: Baseline | None, confirmation: Confirmation | None) -> Any:
-    """``samples_to_target`` and ``seconds_to_target`` of the paired seeds, and ``curves`` of all seeds, each by arm."""
+    """``samples_to_target`` and ``seconds_to_target`` of the paired seeds, and ``curves`` of all seeds, each by arm.
+
+    Without the seconds and curves of runs that a substitute of the original has made.
+    """
     if confirmation:
         arms, paired = {"baseline": confirmation.baseline_runs, "tuned": confirmation.tuned_runs}, confirmation.paired
         seeds = {"baseline": paired, "tuned": paired}
@@ -271,11 +274,16 @@ def _runs(baseline: Baseline | None, confirmation: Confirmation | None) -> Any:
         runs = dict(zip(baseline.run_seeds, baseline.runs, strict=True)) if baseline else {}
         arms = {"baseline": runs, "tuned": {}}
         seeds = {arm: list(runs) for arm, runs in arms.items()}
-    to_target = {
-        key: {arm: [runs[seed].get(key) for seed in seeds[arm]] for arm, runs in arms.items()}
-        for key in ("samples_to_target", "seconds_to_target")
+    own = {arm: {seed: run for seed, run in runs.items() if SUBSTITUTED not in run} for arm, runs in arms.items()}
+    return {
+        "samples_to_target": {
+            arm: [runs[seed].get("samples_to_target") for seed in seeds[arm]] for arm, runs in arms.items()
+        },
+        "seconds_to_target": {
+            arm: [own[arm].get(seed, {}).get("seconds_to_target") for seed in seeds[arm]] for arm in arms
+        },
+        "curves": {arm: _curves(runs) for arm, runs in own.items()},
     }
-    return to_target | {"curves": {arm: _curves(runs) for arm, runs in arms.items()}}
 
 
 def _curves(runs: dict[int, dict]) -> list[Curve]:

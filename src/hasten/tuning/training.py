@@ -44,9 +44,9 @@ MIN_EVALUATIONS = 3  # that two runs must share to count as the same run
 
 @dataclass(frozen=True)
 class Substitute:
-    """An exact recipe, checked on this task, that trains further seeds in place of the original: the same, and sooner.
+    """An exact recipe, checked on this task, that trains further seeds in place of the original.
 
-    ``speedup`` is that of the whole training.
+    It trains the same steps in less time; ``speedup`` is that of the whole training.
     """
 
     recipe: Recipe
@@ -238,14 +238,10 @@ def first_outcome(baseline: Baseline, speedup: float = 1.0) -> Outcome:
 
     A recipe that trains the same steps needs no run of its own.
     """
-    return Outcome("kept", "", (at_pace(baseline.runs[0], speedup) | {"trial_seconds": 0.0},))
-
-
-def at_pace(run: dict, speedup: float) -> dict:
-    """The result of ``Study.run`` as if it had trained the same, ``speedup`` times as fast."""
-    rows = [{**row, "seconds": row["seconds"] / speedup} for row in run.get("evaluations", ())]
-    seconds = {key: run[key] and run[key] / speedup for key in ("seconds", "seconds_to_target") if key in run}
-    return run | seconds | {"evaluations": rows}
+    run = dict(baseline.runs[0])
+    run |= {key: run[key] and run[key] / speedup for key in ("seconds", "seconds_to_target")}
+    run["evaluations"] = [{**row, "seconds": row["seconds"] / speedup} for row in run.get("evaluations", ())]
+    return Outcome("kept", "", (run | {"trial_seconds": 0.0},))
 
 
 def search_training(

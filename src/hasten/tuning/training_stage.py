@@ -185,7 +185,7 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
     """
     budget, seconds = study.budget, state.comparison_seconds
     tested, findings, before = list(state.tested), list(state.findings), state.winner
-    baseline.substitute = _substitute(findings)
+    baseline.substitute = _substitute(findings) if is_whole else None
 
     def take(attempts: list[Confirmation]) -> None:
         """Puts what is known of the attempts so far into the state, and saves it: what was proven is not lost."""
@@ -262,6 +262,9 @@ def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool) -> str:
         )
     if seconds is None or attempt.speedup is None:
         return f"{seeds} more seeds"
-    exact = _substitute(state.findings)  # trains the seeds in place of the original
-    more = seeds * (seconds / (exact.speedup if exact else 1.0) + seconds / attempt.speedup.median)
+    exact = _substitute(state.findings) if quality_risks(attempt.recipe) else None
+    of_original = seeds if exact is None else 0 if is_whole else BASELINE_SEEDS
+    more = (seeds / attempt.speedup.median + of_original) * seconds
+    if exact and seeds > of_original:
+        more += (seeds - of_original + 1) * seconds / exact.speedup  # one run more shows that it ends as well
     return f"{seeds} more seeds, about {format_duration(more)}: --budget +{duration_option(more)}"

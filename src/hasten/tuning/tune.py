@@ -342,7 +342,7 @@ def _diagnose(study: Study, state: SearchState, selection: MethodSelection, vari
     if DIAGNOSIS_STEPS * plan["step"] > max(seconds, MIN_DIAGNOSIS_S):
         why = f"its {DIAGNOSIS_STEPS} steps of {plan['step']:.1f} s do not fit into the budget"
     elif _takes_the_place_of_a_comparison(plan, seconds, budget.left()):
-        why = "the budget is left to a comparison, which it would not allow besides"
+        why = "the budget does not allow both a diagnosis and a comparison"
     else:
         try:
             state.diagnosis = study.measure_once("diagnosis", f"diagnosing {study.task}", measure)

@@ -191,7 +191,8 @@ class StepSeam:
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.active:
             return
-        if not self.has_begun and not (_has_gradient(optimizer) and self._begin()):  # some step once for a schedule
+        # some scripts call step() once before the training, to begin a schedule
+        if not self.has_begun and not (_has_gradient(optimizer) and self._begin()):
             return
         if self.began is not None:
             self.phases.record("optimizer_step", self.began)
