@@ -76,9 +76,13 @@ def as_user(user: str, function, *args) -> None:
         become(user)
         function(*args)
 
+    skip_unless_readable(user)
+    assert join_process(start_process(run)) == 0
+
+
+def skip_unless_readable(user: str) -> None:
     if user == "nobody" and not _can_read(sandbox.ENTER):
         pytest.skip(f"an ordinary user may not read {sandbox.ENTER}")
-    assert join_process(start_process(run)) == 0
 
 
 def _can_read(path: Path) -> bool:
@@ -166,6 +170,7 @@ def train_until_killed(project: Path, pid_of_command) -> None:
 
 def kill_at_random(place: Path, user: str, draw: random.Random) -> None:
     """Kills either process after up to 0.3 s; afterwards the directory is as it was, and the next start cleans up."""
+    skip_unless_readable(user)
     before = snapshot(place / "project")
     receiver, sender = Pipe(duplex=False)
 
