@@ -6,16 +6,19 @@ import time
 
 import pytest
 
+from hasten.benchmarking.ratio import Ratio
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
-from hasten.tuning import continuation
+from hasten.tuning import continuation, training_stage
 from hasten.tuning.budget import Budget, OutOfBudgetError
+from hasten.tuning.confirm import Confirmation
 from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_measured
-from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, recommended
+from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding, recommended
+from hasten.tuning.gate import not_passed
 from hasten.tuning.result import SearchState
 from hasten.tuning.trial_store import LOCK, TrialStore
 from hasten.tuning.tune import tune
-from helpers.planted_study import Planted
+from helpers.planted_study import Planted, baseline_of
 from helpers.process import start_process
 
 PLAN = {"samples_per_epoch": 100, "epochs": 1}
@@ -124,3 +127,15 @@ def test_refused_search_keeps_the_files_of_an_earlier_one(tmp_path):
     TrialStore(tmp_path, {}).trial("run", {}, dict)
     TrialStore(tmp_path, {}).leave()
     assert {path.name for path in tmp_path.iterdir()} == {LOCK, "trials.jsonl"}
+
+
+def test_estimate_stays_an_answer_while_another_recipe_is_confirmed(monkeypatch):
+    """Only the attempts of a confirmation replace what was known of their recipes."""
+    before, now = Recipe.parse("znorm"), Recipe.parse("ema")
+    estimates = [Finding(recipe, ESTIMATED, Ratio(2.0, 1.8, 2.2), "") for recipe in (before, now)]
+    state = SearchState(run_seconds=1.0, plan=PLAN, findings=estimates, tested=[before], save=lambda: None)
+    attempt = Confirmation(now, not_passed("it ended worse", 0.1), looks=1)
+    monkeypatch.setattr(training_stage, "confirm", lambda *_: [attempt])
+    study = Planted()
+    training_stage._confirm(study, state, baseline_of(study), [now], is_whole=True)
+    assert [found.recipe for found in state.findings] == [before] and state.tested == [before, now]

@@ -31,6 +31,7 @@ def earlier_findings(earlier: Mapping[str, Any]) -> list[Finding]:
             row["why"],
             Ratio(**row["training_speedup"]) if row.get("training_speedup") else None,
             row["quality"],
+            to_prove=row.get("to_prove", ""),
         )
         for row in rows
     ]

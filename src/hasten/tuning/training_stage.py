@@ -192,8 +192,9 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
         if state.unconfirmed and any(one.looks and one.recipe == state.unconfirmed.recipe for one in attempts):
             state.unconfirmed = None
         looked_at = [attempt for attempt in attempts if attempt.looks]
-        state.tested = tested + [attempt.recipe for attempt in looked_at]
-        known = [one for one in findings if one.evidence != ESTIMATED or one.recipe not in state.tested]
+        judged = [attempt.recipe for attempt in looked_at]
+        state.tested = tested + judged
+        known = [one for one in findings if one.evidence != ESTIMATED or one.recipe not in judged]
         found = [one for one in looked_at if one.gain and one.gain.median > 1]
         state.findings = known + [_finding_of(study, state, attempt, is_whole) for attempt in found]
         best = next((attempt for attempt in attempts if attempt.passed), attempts[0])
