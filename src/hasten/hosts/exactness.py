@@ -1,6 +1,6 @@
 """Exactness of methods in a script, from its own first steps: the same weights after 30 of them.
 
-The script is first compared with itself. If two runs end with the same bits, it is reproducible, and
+A script is reproducible if two runs of it end with the same bits. Then
 
 =================  ====================================================================================================
 BIT_EXACT          All weights after 30 steps: the same bits.
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from hasten.hosts.arm import ScriptWorker
 
 GRADIENT_STEPS = 5
-CHECK_RUNS = 4  # of a first check: two of the script as it is, one of each recipe
-LATER_RUNS = 3  # of a later one, at most: two of the candidate, and what it needs of the base is mostly known
+CHECK_RUNS = 3  # of a first check: two of the script as it is and one of the recipe, or both recipes in float64
+LATER_RUNS = 2  # of a later one: one of each recipe
 TOGETHER = min(CHECK_RUNS, available_cpus())  # runs that start at the same time
 GAIN_OF_ANOTHER = 0.6  # starts that one more process at the same time is worth: they share memory, disk and processors
 MAX_DOUBLE_S = 60.0  # for the steps of one run in float64, which GPUs for graphics compute 64 times slower than float32
@@ -146,11 +146,14 @@ def check_exactness(trial: ScriptWorker, base: dict[str, Any], exactness: str) -
     runs, candidate = _Runs(trial), trial.methods
     runs.expect(_first_runs(runs, base, candidate, exactness))
     try:
-        if exactness in (Exactness.BIT_EXACT.name, Exactness.EQUIVALENT_MATH.name) and not runs.is_reproducible():
-            # in float64 the last bits, which do not repeat, are far below the limit
-            both = runs.in_double(base, candidate, STEPS) if exactness == Exactness.EQUIVALENT_MATH.name else None
+        if exactness == Exactness.EQUIVALENT_MATH.name:
+            # in float64 the last bits, which may not repeat, are far below the limit
+            both = runs.in_double(base, candidate, STEPS)
             in_double = _judge_in_double(*both) if both else None
-            return in_double if in_double and in_double["passed"] else _judge_by_noise(runs, base, candidate)
+            if in_double and (in_double["passed"] or runs.is_reproducible()):
+                return in_double
+        if exactness in (Exactness.BIT_EXACT.name, Exactness.EQUIVALENT_MATH.name) and not runs.is_reproducible():
+            return _judge_by_noise(runs, base, candidate)
         return _CHECKS[exactness](runs, base, candidate)
     except (DeadlineError, MemoryExhaustedError):  # a later check may succeed
         raise
@@ -194,12 +197,13 @@ class _Runs:
         self.script, self.device, self.seed, self.deadline = trial.script, trial.device, trial.seed, trial.deadline
         self.key = self.script.fingerprint()
         self.tested_in_double: dict[str, Any] | None = None  # methods of the run that shows whether float64 is possible
-        self.expected, self.begun = dict[_Key, dict[str, Any]](), dict[_Key, ScriptProcess]()
+        self.expected = dict[_Key, tuple[dict[str, Any], int]]()  # methods, steps
+        self.begun = dict[_Key, ScriptProcess]()
 
     def expect(self, wanted: list[_Wanted]) -> None:
         """Takes the runs that will be asked for, in this order: methods, steps, and whether it is the second one."""
-        keys = {self._key(*run): run[0] for run in wanted}
-        self.expected = {key: methods for key, methods in keys.items() if key not in self.made}
+        keys = {self._key(*run): run[:2] for run in wanted}
+        self.expected = {key: run for key, run in keys.items() if key not in self.made}
 
     def run(self, methods: dict[str, Any], steps: int = STEPS, again: int = 0, keep: bool = False) -> ScriptRun:
         key = self._key(methods, steps, again)
@@ -246,7 +250,7 @@ class _Runs:
         process = self.begun.pop(key, None)
         is_only_run = process is None
         self.expected.pop(key, None)
-        with process or self._start(methods) as process:
+        with process or self._start(methods, steps) as process:
             self._start_expected()
             try:
                 return self._train(process, methods, steps)
@@ -256,7 +260,7 @@ class _Runs:
                 if (is_only_run and not self.begun) or NO_EFFECT in str(error):
                     raise
         self.close()  # it may have lacked memory, or something else that only one process can have
-        with self._start(methods) as process:
+        with self._start(methods, steps) as process:
             return self._train(process, methods, steps)
 
     def _start_expected(self) -> None:
@@ -264,16 +268,17 @@ class _Runs:
         places = runs_at_once(known_sites(self.script))
         while self.expected and 1 + len(self.begun) < places:
             key = next(iter(self.expected))
-            methods = self.expected.pop(key)
+            methods, steps = self.expected.pop(key)
             if key[-1]:  # the second run of a recipe: a script that is seeded by the clock shows it in another second
                 time.sleep(max(0.0, self.last_start + CLOCK_S - time.monotonic()))
             with suppress(RunError, ConfigurationError):
-                self.begun[key] = self._start(methods)
+                self.begun[key] = self._start(methods, steps)
 
-    def _start(self, methods: dict[str, Any]) -> ScriptProcess:
+    def _start(self, methods: dict[str, Any], steps: int) -> ScriptProcess:
         sites, conditions = known_sites(self.script), {} if self.on_cpu() else DETERMINISTIC
         self.last_start = time.monotonic()
-        return ScriptProcess(self.script, {**methods, **conditions}, self.device, self.seed, sites, self.deadline)
+        how = (self.device, self.seed, sites, self.deadline, steps)
+        return ScriptProcess(self.script, {**methods, **conditions}, *how)
 
     def _train(self, process: ScriptProcess, methods: dict[str, Any], steps: int) -> ScriptRun:
         limits = (None, self.deadline)
@@ -316,9 +321,7 @@ def _judge_bit_exact(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any
 
 
 def _judge_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
-    both = runs.in_double(base, candidate, STEPS)
-    if both is not None:
-        return _judge_in_double(*both)
+    """In float32, where float64 is impossible."""
     a, b, rounded = runs.run(base, keep=True), runs.run(candidate), runs.run({**base, **ROUNDED}, keep=True)
     number, allowed = _difference(a.weights, b.weights), _difference(a.weights, rounded.weights)
     passed = number <= ROUNDING_FACTOR * allowed
@@ -416,7 +419,7 @@ def _first_runs(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any], ex
         clean = in_double if can_double else [({**base, **SINGLE}, GRADIENT_STEPS, 0)]
         return [*clean, ({**candidate, **SINGLE}, GRADIENT_STEPS, 0)]
     if exactness == Exactness.EQUIVALENT_MATH.name and can_double:
-        return [*own, *(({**methods, **DOUBLE}, STEPS, 0) for methods in both)]
+        return [({**methods, **DOUBLE}, STEPS, 0) for methods in both]
     plain = [(methods, STEPS, 0) for methods in both]
     if exactness == Exactness.CHANGES_TRAINING.name:
         return plain

@@ -57,6 +57,7 @@ class ScriptProcess:
         seed: Added to the script's seeds; None leaves them.
         sites: The site map of an earlier run, or None.
         deadline: Time of ``time.monotonic`` at which the start is given up.
+        steps: Steps that the run will be asked for at most, if these are few; None if that is not known.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class ScriptProcess:
         seed: int | None = 0,
         sites: dict[str, Any] | None = None,
         deadline: float | None = None,
+        steps: int | None = None,
     ):
         self.script, self.methods, self.device, self.seed, self.sites = script, methods, device, seed, sites
+        self.steps = steps
         self._open(deadline)
 
     def _open(self, deadline: float | None) -> None:
@@ -84,7 +87,8 @@ class ScriptProcess:
             self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self.listener.bind(str(self.directory / SOCKET))
             self.listener.listen(1)
-            write_spec(self.directory, script, self.methods, self.device, self.seed, self.sites, mode="trial")
+            how = (self.methods, self.device, self.seed, self.sites)
+            write_spec(self.directory, script, *how, mode="trial", steps=self.steps)
             argv, environment = script.argv_under(self.methods), injected(script.environment, self.directory)
             environment.setdefault("PYTHONHASHSEED", "0")
             environment.setdefault("PYTHONUNBUFFERED", "1")
@@ -306,6 +310,7 @@ def write_spec(
     seed: int | None,
     sites: dict[str, Any] | None,
     mode: str,
+    steps: int | None = None,
 ) -> None:
     """Writes SPEC, which ``hosts.inside.session`` reads, into ``directory``. The arguments are those of
     ``ScriptProcess``; ``mode`` is "trial", or "train" for ``hasten train``.
@@ -319,6 +324,7 @@ def write_spec(
         "seed": seed,
         "sites": sites,
         "mode": mode,
+        "steps": steps,
         "vary": script.vary,
         "typed": typed_numbers(script.argv_under(methods)),
     }

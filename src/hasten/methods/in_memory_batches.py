@@ -93,10 +93,17 @@ class InMemoryBatches(Method):
         fetched_bytes = FETCHED_BYTES if batches.seekable else 0
 
         stacked: list[Batch | None] = []  # the fields of all samples, once they are needed; None if they are unequal
+        unread = set[int]()  # samples whose rows are empty so far
+        # a process that checks a few steps of a script needs few samples; to read all may take longer than the steps
+        is_short = run.services.in_script and run.plan.steps is not None and run.plan.steps < spec.length
 
         def current_fields() -> Batch | None:
             if self.place == "host" and contiguous_tensors(spec.dataset):
                 return stack_samples(spec)  # which copies nothing
+            if is_short and batches.training and self.place == "host":
+                unread.update(range(len(spec.dataset)))
+                with preserve_rng_state(*batches.generators):
+                    return empty_fields(default_collate(probe_samples(spec, indices=[0])), len(unread))
             if not stacked:
                 stacked[:] = [self._stack(spec, run)]
             elif stacked[0] is not None and not is_current(stacked[0], batches, run):
@@ -110,6 +117,10 @@ class InMemoryBatches(Method):
                 yield from batches.epoch(epoch, start)
                 return
             for group in group_batches(islice(spec.batch_sampler(epoch), start, None), fields, fetched_bytes):
+                if missing := sorted(unread.intersection(chain.from_iterable(group))):
+                    with preserve_rng_state(*batches.generators):
+                        write_rows(fields, missing, default_collate(probe_samples(spec, indices=missing)))
+                    unread.difference_update(missing)
                 buffer = next(ring) if batches.training else BatchBuffer()  # an evaluation may keep its batches
                 try:
                     yield from buffer.fetch(fields, group)
@@ -247,13 +258,26 @@ def stack_samples(spec: LoaderSpec) -> Batch:
     fields = None
     for indices, chunk in zip(chunks, spec.build(reading).epoch(0, 0), strict=True):
         if fields is None:
-            fields = map_tensors(lambda part: part.new_empty((total, *part.shape[1:])), chunk)
-        for field, part in zip(batch_tensors(fields), batch_tensors(chunk), strict=True):
-            if part.dtype != field.dtype or part.shape[1:] != field.shape[1:]:
-                first, last, shape = indices[0], indices[-1], tuple(part.shape[1:])
-                raise RuntimeError(f"samples {first} to {last} are {part.dtype} of shape {shape}")
-            field[indices[0] : indices[-1] + 1] = part
+            fields = empty_fields(chunk, total)
+        write_rows(fields, indices, chunk)
     return fields
+
+
+def empty_fields(samples: Batch, total: int) -> Batch:
+    """Fields for ``total`` samples, of the shapes and dtypes of the collated ``samples``."""
+    return map_tensors(lambda part: part.new_empty((total, *part.shape[1:])), samples)
+
+
+def write_rows(fields: Batch, indices: list[int], samples: Batch) -> None:
+    """Writes the collated samples with these indices, in ascending order, into the fields; RuntimeError if one differs
+    from them in shape or dtype.
+    """
+    first, last = indices[0], indices[-1]
+    rows = slice(first, last + 1) if last - first + 1 == len(indices) else torch.tensor(indices)
+    for field, part in zip(batch_tensors(fields), batch_tensors(samples), strict=True):
+        if part.dtype != field.dtype or part.shape[1:] != field.shape[1:]:
+            raise RuntimeError(f"samples {first} to {last} are {part.dtype} of shape {tuple(part.shape[1:])}")
+        field[rows] = part
 
 
 def group_batches(batch_indices: Iterable[list[int]], fields: Batch, nbytes: int) -> Iterator[list[list[int]]]:

@@ -39,11 +39,18 @@ HALVES = (torch.bfloat16, torch.float16)
 class Composition:
     """The methods of one recipe in this process.
 
-    ``device`` is assumed until the model is there; ``owner`` is the name of the script, for messages.
+    ``device`` is assumed until the model is there; ``owner`` is the name of the script, for messages. ``steps``: those
+    that the process trains at most, as in ``ScriptProcess``.
     """
 
     def __init__(
-        self, methods: Sequence[Method], device: str, seed: int, evaluation_records_gradients: bool, owner: str
+        self,
+        methods: Sequence[Method],
+        device: str,
+        seed: int,
+        evaluation_records_gradients: bool,
+        owner: str,
+        steps: int | None = None,
     ):
         services = EngineServices(
             available_cpus=available_cpus,
@@ -52,7 +59,7 @@ class Composition:
             in_script=True,
         )
         self.run = RunContext(torch.device(device), SimpleNamespace(name=owner), seed=seed, services=services)
-        self.owner, self.plan = owner, TrainPlan(batch_size=1, epochs=math.inf)
+        self.owner, self.plan = owner, TrainPlan(batch_size=1, epochs=math.inf, steps=steps)
         self.run.plan = replace(self.plan)
         check_supported(methods, owner)
         self.methods = applicable_methods(methods, self.run)

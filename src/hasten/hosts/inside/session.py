@@ -121,7 +121,7 @@ class Session:
         evaluations = spec["sites"]["evaluations"] if spec["sites"] else [{"no_grad": False}]  # unknown
         records_gradients, seed = not all(entry["no_grad"] for entry in evaluations), spec["seed"] or 0
         methods = make_methods(Recipe(spec["methods"]))
-        composition = Composition(methods, spec["device"], seed, records_gradients, spec["name"])
+        composition = Composition(methods, spec["device"], seed, records_gradients, spec["name"], spec["steps"])
         composition.enter_process(threads_of(spec["sites"]))
         return composition
 
