@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import warnings
+from itertools import islice
 from weakref import ref
 
 import pytest
@@ -62,8 +63,8 @@ def under(monkeypatch, tmp_path):
     for owner, name in ((DataLoader, "__init__"), (DataLoader, "_get_iterator"), (_BaseDataLoaderIter, "__next__")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # the seam replaces them; the test puts them back
 
-    def make(recipe: str) -> LoaderSeam:
-        composition = Composition(make_methods(Recipe.coerce(recipe)), "cpu", 0, True, "train.py")
+    def make(recipe: str, steps: int | None = None) -> LoaderSeam:
+        composition = Composition(make_methods(Recipe.coerce(recipe)), "cpu", 0, True, "train.py", steps)
         return LoaderSeam(Sites(str(tmp_path)), PhaseTimer(torch.device("cpu")), composition.source_of)
 
     return make
@@ -93,6 +94,37 @@ def test_dataset_that_the_script_changes_is_stored_anew(under, recipe, change):
         assert bitwise_equal(plain, epochs(Shifted(), change))
     messages = [str(one.message) for one in warned if "the script has changed its dataset" in str(one.message)]
     assert len(messages) == (recipe != "cache_dataset" or change is not made_longer)  # a longer one keeps its samples
+
+
+class CountedReads(Shifted):
+    """4,000 samples that count how often one is read."""
+
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def test_process_that_checks_a_few_steps_reads_the_samples_of_these(under):
+    def first_batches(dataset):
+        torch.manual_seed(0)
+        loader, read = DataLoader(dataset, batch_size=8, shuffle=True), []
+        for _ in range(2):  # a script may leave an epoch early
+            read += [copied(batch) for batch in islice(loader, 5)]
+            dataset.shift += 1.0
+        return read, torch.rand(3)
+
+    plain, dataset = first_batches(CountedReads(4000)), CountedReads(4000)
+    under("in_memory_batches", steps=30)
+    assert bitwise_equal(plain, first_batches(dataset))
+    assert dataset.reads < 400
+
+
+def test_process_that_trains_beyond_its_few_steps_reads_the_rest(under):
+    plain = epochs(Shifted(), sampled_anew)
+    under("in_memory_batches", steps=3)
+    assert bitwise_equal(plain, epochs(Shifted(), sampled_anew))
 
 
 @pytest.mark.parametrize("recipe", WORKERS)
