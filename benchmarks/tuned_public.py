@@ -42,7 +42,7 @@ USUAL = {  # arguments and data in place of the short ones of ``SCRIPTS``
     "vae": {"command": "main.py --no-accel", "prepare": ALL_IMAGES},
     "gcn": {"command": "main.py --no-accel"},
     "gat": {"command": "main.py --no-accel"},
-    "Pytorch-UNet": {"command": "train.py --bilinear"},
+    "Pytorch-UNet": {"command": "train.py --scale 1 --bilinear"},
     "imagenet": {"command": "main.py --dummy -b 16 --no-accel"},
     "image_classifier": {"command": "train_torch.py", "prepare": ALL_IMAGES_OF_LIGHTNING},
     "Fabric": {"command": "train_fabric.py", "prepare": ALL_IMAGES_OF_LIGHTNING},
