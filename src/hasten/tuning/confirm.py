@@ -440,8 +440,8 @@ def _measured(ends: Ends, paired: bool, has_rounding: bool = True) -> Ratio:
         pairs = [pair for pair in zip(before, after, strict=True) if SUBSTITUTED not in pair[0][0]]
         before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     before = [end for end in before if SUBSTITUTED not in end[0]]
-    seconds = ([evaluation["seconds"] for _, evaluation in arm] for arm in (before, after))
-    return mean_ratio(*seconds, replace(_counts_of((before, after), paired), has_rounding=has_rounding))
+    a, b = ([evaluation["seconds"] for _, evaluation in arm] for arm in (before, after))
+    return mean_ratio(a, b, replace(_counts_of((before, after), paired), has_rounding=has_rounding))
 
 
 def _whole_training_speedup(attempt: Confirmation, ends: Ends, paired: bool) -> Ratio:
