@@ -21,7 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from _common import finish, parser, print_progress, show
-from public_scripts import SCRIPTS, Script, copy_of, mnist_at
+from public_data import mnist_at
+from public_scripts import SCRIPTS, Script, copy_of
 
 FIGURE = 1.3
 ALL_IMAGES = mnist_at("../data", 60_000, 10_000)
