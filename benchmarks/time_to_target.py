@@ -170,7 +170,7 @@ def _ratio(speedup: dict) -> str:
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(FIGURES)}; default: all")
-    options.add_argument("--budget", type=float, help="seconds of a search; default: that of the tuner")
+    options.add_argument("--budget", help="of a search, such as 10m, or +10m to continue; default: that of the tuner")
     options.add_argument("--device", help="as for hasten")
     options.add_argument("--runs", type=Path, default=Path("runs"), help="directory of the searches")
     options.add_argument("--table", action="store_true", help="measure nothing; print the records as a markdown table")
