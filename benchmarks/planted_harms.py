@@ -6,6 +6,9 @@ simulated: learning curves whose end has a known mean and spread over the seeds.
 each is worse by exactly the margin that the search has stated. Recipes as good as the original are searched for, too,
 because a gate that accepts nothing is useless, and the seeds that their proof takes are counted.
 
+In one scenario an exact recipe trains the further seeds in place of the original (``Baseline.substitute``). It ends
+each seed elsewhere, with the original's mean and spread: the worst that rounding can do over a long training.
+
 ``--real N`` runs N real searches on the digits besides. They offer a method that reads the data faster and lets the
 model answer wrongly so often that its accuracy falls by exactly one margin.
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from hasten.core.recipe import Recipe
 from hasten.tuning.budget import Budget
 from hasten.tuning.confirm import confirm
 from hasten.tuning.gate import LOOKS
+from hasten.tuning.training import Substitute
 from hasten.tuning.training_stage import run_baseline
 
 METRIC, TARGET, EVALUATIONS = 0.9, 0.85, 20
@@ -36,8 +40,10 @@ RELATIVE_MARGIN = 0.005 * METRIC  # the default margin, unless the seeds differ 
 SPREADS = (0.3, 1.0, 3.0)  # standard deviation of the original over the seeds, in RELATIVE_MARGIN
 TUNED_SPREADS = (1.0, 0.3)  # standard deviation of the recipes, in that of the original
 RECIPES = tuple(Recipe({"ema": {"decay": decay}}) for decay in (0.9, 0.99, 0.999))  # slower ones first
-SPEEDS = (2.0, 3.0, 5.0)
+SUBSTITUTE = Substitute(Recipe({"fused_optimizer": {}}), 1.7)
+SPEEDS = dict(zip(map(str, RECIPES), (2.0, 3.0, 5.0), strict=True)) | {str(SUBSTITUTE.recipe): SUBSTITUTE.speedup}
 BUDGETS = {1: 300.0, len(LOOKS): 1e9}  # that allow so many looks
+SCENARIOS = ((0.0, len(LOOKS), False), (0.8, len(LOOKS), False), (0.0, len(LOOKS), True), (0.0, 1, False))
 ACCEPTED_AT_MOST = 0.05
 REAL_MARGIN, REAL_BUDGET = 0.01, "60s"
 
@@ -61,10 +67,11 @@ class SimulatedStudy:
 
     def run(self, recipe: Recipe, seed: int) -> dict:
         chance = random.Random(f"{self.seed} {recipe} {seed}")
-        size = self.tuned_spread if recipe else self.spread
-        end = METRIC - (self.harm() if recipe else 0.0) + chance.gauss(0, (1 - self.noise**2) ** 0.5 * size)
+        is_tuned = recipe in RECIPES
+        size = self.tuned_spread if is_tuned else self.spread
+        end = METRIC - (self.harm() if is_tuned else 0.0) + chance.gauss(0, (1 - self.noise**2) ** 0.5 * size)
         curve = [end + chance.gauss(0, self.noise * size) for _ in range(EVALUATIONS)]
-        pace = 100.0 / (SPEEDS[RECIPES.index(recipe)] if recipe else 1.0) / EVALUATIONS
+        pace = 100.0 / SPEEDS.get(str(recipe), 1.0) / EVALUATIONS
         looks = [{"samples": 1000 * n, "seconds": pace * n, "metric": m} for n, m in enumerate(curve, 1)]
         first = next((look for look in looks if look["metric"] >= TARGET), looks[-1])
         return {
@@ -79,7 +86,7 @@ class SimulatedStudy:
         }
 
     def compare_speed(self, a: Recipe, b: Recipe, **_: Any) -> dict:
-        ratio = SPEEDS[RECIPES.index(b)]
+        ratio = SPEEDS[str(b)]
         return {
             "ratio": {"median": ratio, "low": 0.98 * ratio, "high": 1.02 * ratio},
             "seconds_per_1000_samples": {"a": 5.0, "b": 5.0 / ratio},
@@ -91,13 +98,14 @@ class SimulatedStudy:
 
 
 def simulated_search(
-    seed: int, spread: float, tuned_spread: float, noise: float, looks: int, is_harmful: bool
+    seed: int, spread: float, tuned_spread: float, noise: float, looks: int, substituted: bool, is_harmful: bool
 ) -> tuple[bool, int]:
     """(whether a recipe was accepted, the number of seeds of the original that were run)."""
     stated: list[float] = []  # the margin of this search
     study: Any = SimulatedStudy(seed, spread, tuned_spread, noise, lambda: stated[0] if is_harmful else 0.0)
     study.budget.total = BUDGETS[looks]
     baseline = run_baseline(study, None)
+    baseline.substitute = replace(SUBSTITUTE) if substituted else None
     stated.append(baseline.margin)
     attempts = confirm(study, [Recipe(), *RECIPES], baseline, 5.0)
     return any(attempt.passed for attempt in attempts), len(
@@ -114,15 +122,14 @@ def interval(count: int, of: int) -> tuple[float, float]:
 
 def simulate(searches: int) -> list[dict]:
     rows = []
-    for spread, tuned, (noise, looks) in product(
-        SPREADS, TUNED_SPREADS, ((0.0, len(LOOKS)), (0.8, len(LOOKS)), (0.0, 1))
-    ):
-        sizes = spread * RELATIVE_MARGIN, tuned * spread * RELATIVE_MARGIN, noise, looks
+    for spread, tuned, (noise, looks, substituted) in product(SPREADS, TUNED_SPREADS, SCENARIOS):
+        sizes = spread * RELATIVE_MARGIN, tuned * spread * RELATIVE_MARGIN, noise, looks, substituted
         harmful = [simulated_search(number, *sizes, is_harmful=True)[0] for number in range(searches)]
         equal = [simulated_search(number, *sizes, is_harmful=False) for number in range(searches)]
         seeds = sorted(count for accepted, count in equal if accepted)
         print_progress(
-            f"spread {spread}, recipes {tuned}, noise {noise}, looks {looks}: {sum(harmful)} of {searches} accepted"
+            f"spread {spread}, recipes {tuned}, noise {noise}, looks {looks}, substitute {substituted}: "
+            f"{sum(harmful)} of {searches} accepted"
         )
         rows.append(
             {
@@ -130,6 +137,7 @@ def simulate(searches: int) -> list[dict]:
                 "tuned_spread": tuned,
                 "noise": noise,
                 "looks": looks,
+                "substituted": substituted,
                 "accepted": sum(harmful),
                 "searches": searches,
                 "interval": interval(sum(harmful), searches),
@@ -162,13 +170,14 @@ def main() -> int:
     rows = simulate(options.searches)
     columns = ("harm of one margin accepted", "no harm accepted", "seeds")
     show(
-        ("spread / margin", "recipes' spread", "noise", "looks", *columns),
+        ("spread / margin", "recipes' spread", "noise", "looks", "substitute", *columns),
         [
             (
                 row["spread_in_margins"],
                 row["tuned_spread"],
                 row["noise"],
                 row["looks"],
+                "yes" if row["substituted"] else "no",
                 f"{row['accepted']} of {row['searches']} ({row['interval'][0]:.1%} to {row['interval'][1]:.1%})",
                 f"{row['equal_accepted'] / row['searches']:.0%}",
                 row["median_seeds"] or "-",

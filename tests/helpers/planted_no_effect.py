@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hasten import Card, Exactness, Method
-from hasten._torch_compat import compiler_backend
+from hasten._torch_compat_compile import compiler_backend
 from hasten.core.errors import NoEffectError
 from hasten.methods.compile import GraphRecorder
 from hasten.utils.observe_step import observe_gradients, observe_precision, observe_workers

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hasten._torch_compat import cached_compile_seconds, compile_in_place
+from hasten._torch_compat_compile import cached_compile_seconds, compile_in_place
 from hasten.benchmarking.arm import Arm
 from hasten.engine.evaluation import evaluate
 from hasten.engine.loop import train_epoch

@@ -169,10 +169,16 @@ def test_peak_is_a_rate_of_this_machine():
     assert peak_flops("cpu", torch.float32) == peak_flops("cpu", torch.float32), "measured once a process"
 
 
+def adadelta(model):
+    """An optimizer without a fused step."""
+    return torch.optim.Adadelta(model.parameters())
+
+
 def test_facts_describe_the_run():
     facts = facts_of(build(convolutional()))
     assert {"cpu", "convolutions", "indexed_samples", "multiple_epochs", "evaluations", "matrix_weights"} <= facts
     assert not {"cuda", "tf32_hardware"} & facts
+    assert "unfused_optimizer" in facts and "unfused_optimizer" not in facts_of(build(perceptron(optimizer=adadelta)))
     assert "repeated_blocks" not in facts_of(build(perceptron()))
     facts = facts_of(build(transformer(epochs=1)))
     assert "repeated_blocks" in facts

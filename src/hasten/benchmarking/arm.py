@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hasten._torch_compat import cached_compile_seconds, is_gpu_taken, is_out_of_memory
+from hasten._torch_compat import is_gpu_taken, is_out_of_memory
+from hasten._torch_compat_compile import cached_compile_seconds
 from hasten.benchmarking.gpu_state import gpu_state
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
 from hasten.core.errors import PeerFailure, RunError

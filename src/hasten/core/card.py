@@ -64,6 +64,7 @@ FACTS = {
     "graph_layers": "the model has layers of PyTorch Geometric",
     "idle_cores": "PyTorch computes with fewer threads than there are cores for it",
     "matrix_weights": "some parameter has two or more dimensions",
+    "unfused_optimizer": "the optimizer has a fused step that it does not use",
 }
 
 TRAITS = {
@@ -102,8 +103,7 @@ class Card:
         summary: What it does, in one line.
         exactness: How it may change the numbers.
         source: Paper or document that it follows.
-        gain: The claimed speedup as factors (low, high), 2.0 for twice as fast; None if none is claimed. Measured
-            speedups are in ``records/``.
+        gain: The claimed speedup as factors (low, high), 2.0 for twice as fast; None if none is claimed.
         gain_when: The circumstances under which the claim holds.
         accelerates: Phases of the step that it shortens (keys of PHASES); the profiler computes a bound from them.
         applies_to: Facts (keys of FACTS) that must all hold for it to be worth trying; other words are not checked. The

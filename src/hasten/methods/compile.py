@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext, WrapOrder, option
-from hasten._torch_compat import (
+from hasten._torch_compat_compile import (
     cached_compile_seconds,
     compile_in_place,
     compile_seconds,

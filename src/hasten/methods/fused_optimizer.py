@@ -10,9 +10,7 @@ import torch
 from hasten import Card, Exactness, Method, NoEffectError, OptimizerFactory, RunContext
 from hasten._torch_compat import mark_fused
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
-from hasten.utils.optimizers import follow_strides, optimizer_and_schedule
-
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+from hasten.utils.optimizers import follow_strides, fused_step_obstacle, optimizer_and_schedule
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,7 @@ class FusedOptimizer(Method):
         gain=(1.0, 1.3),
         gain_when="steps of a few milliseconds with many parameters (1.25 to 1.3 for a small language model on a CPU)",
         accelerates={"optimizer_step"},
+        applies_to={"unfused_optimizer"},
         strong_baseline=True,
         script_edit={"optimizer": "fused=True"},
     )
@@ -38,7 +37,7 @@ class FusedOptimizer(Method):
             made = make(model)
             optimizer, _ = optimizer_and_schedule(made)
             optimizers = getattr(optimizer, "optimizers", [optimizer])  # several, in an OptimizerList
-            if obstacle := next(filter(None, map(_obstacle, optimizers)), None):
+            if obstacle := next(filter(None, map(fused_step_obstacle, optimizers)), None):
                 run.report_no_effect(self, obstacle)
             else:
                 for one in optimizers:
@@ -47,23 +46,6 @@ class FusedOptimizer(Method):
             return made
 
         return make_fused
-
-
-def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why torch has no fused step for this optimizer; None if it has one."""
-    name = type(optimizer).__name__
-    if type(optimizer) not in FUSED:  # not isinstance: a subclass may override step
-        return f"torch has no fused {name} (only {', '.join(cls.__name__ for cls in FUSED)})"
-    if all(group["fused"] for group in optimizer.param_groups):
-        return f"the task's {name} is fused already"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"a differentiable {name} cannot be fused"
-    parameters: list[torch.Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not all(parameter.is_floating_point() for parameter in parameters):
-        return "some parameters are complex, which the fused step does not support"
-    if type(optimizer) is torch.optim.Adagrad and any(parameter.device.type != "cpu" for parameter in parameters):
-        return "torch has a fused Adagrad for the CPU only"
-    return None
 
 
 def _observe(optimizer: torch.optim.Optimizer) -> Generator[None, None, str]:

@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
-from hasten._torch_compat import compile_seconds, without_modes
+from hasten._torch_compat import without_modes
+from hasten._torch_compat_compile import compile_seconds
 from hasten.benchmarking.arm import Arm
 from hasten.benchmarking.worker_group import start_workers
 from hasten.core.errors import ConfigurationError

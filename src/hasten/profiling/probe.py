@@ -26,7 +26,7 @@ from hasten.profiling.flops import best_format, copy_bytes_per_second, flops_per
 from hasten.profiling.input_benchmark import measure_input
 from hasten.reporting.result_schema import InputThroughput
 from hasten.utils.op_recorder import OpRecorder
-from hasten.utils.run_facts import hardware_facts, model_facts
+from hasten.utils.run_facts import hardware_facts, model_facts, optimizer_facts
 
 
 class Probe(Arm):
@@ -153,7 +153,9 @@ def facts_of(program: Program) -> frozenset[str]:
         "idle_cores": run.device.type == "cpu" and has_idle_cores(),
         "evaluations": program.validation is not None and _evaluation_count(program) > 1,
     }
-    return hardware_facts(run.device) | model_facts(run.model) | {fact for fact, holds in facts.items() if holds}
+    optimizers = getattr(run.optimizer, "optimizers", [run.optimizer])  # several, in an OptimizerList
+    known = hardware_facts(run.device) | model_facts(run.model) | optimizer_facts(optimizers)
+    return known | {fact for fact, holds in facts.items() if holds}
 
 
 def _evaluation_count(program: Program) -> float:

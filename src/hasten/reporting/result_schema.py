@@ -1,7 +1,6 @@
 """The schema of the results that tune, compare, diagnose, train and quantize write, and that report and terminal read.
 
-There is one TypedDict per command, after those of its parts. The functions that compute results return it, so that a
-type checker compares their keys with it; ``validation.py`` checks what is read.
+One TypedDict per command, after those of its parts. A type checker checks what is written, ``validation.py`` the rest.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hasten._torch_compat import is_compiled
+from hasten._torch_compat_compile import is_compiled
 from hasten.core.errors import NoEffectError
 from hasten.core.run_context import RunContext
 from hasten.utils.op_recorder import CONVERSION, NOT_CHECKED, OpRecorder

@@ -12,6 +12,8 @@ import torch
 from hasten._torch_compat import chained_schedulers
 from hasten.core.errors import ConfigurationError
 
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)  # that torch has a fused step for
+
 
 def optimizer_and_schedule(made: Any) -> tuple[Any, Any]:
     """A task's optimizer function's result as (optimizer, schedule or None); ConfigurationError for other tuples.
@@ -50,6 +52,23 @@ def scale_learning_rates(optimizer: Any, schedule: Any, factor: float) -> None:
         for name in ("base_lrs", "max_lrs"):
             if hasattr(scheduler, name):
                 setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
+
+
+def fused_step_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why an optimizer cannot be switched to torch's fused step, in words; None if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in FUSED:  # not isinstance: a subclass may override step
+        return f"torch has no fused {name} (only {', '.join(cls.__name__ for cls in FUSED)})"
+    if all(group.get("fused") for group in optimizer.param_groups):
+        return f"the task's {name} is fused already"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"a differentiable {name} cannot be fused"
+    parameters: list[torch.Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not all(parameter.is_floating_point() for parameter in parameters):
+        return "some parameters are complex, which the fused step does not support"
+    if type(optimizer) is torch.optim.Adagrad and any(parameter.device.type != "cpu" for parameter in parameters):
+        return "torch has a fused Adagrad for the CPU only"
+    return None
 
 
 def follow_strides(optimizer: torch.optim.Optimizer) -> None:
