@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hasten
-from hasten._torch_compat import compile_in_place
+from hasten._torch_compat_compile import compile_in_place
 from hasten.benchmarking.exactness import check_exactness
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe

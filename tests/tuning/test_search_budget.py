@@ -136,6 +136,15 @@ def test_ablation_keeps_exact_members_that_are_probably_faster_since_together_th
     assert str(incumbents.best) == threads(2)
 
 
+@pytest.mark.parametrize(("gain", "stays"), [(1.24, True), (1.1, False)])
+def test_ablation_keeps_exact_members_in_a_wide_interval_that_lies_mostly_above_1(gain, stays):
+    recipe = Recipe.coerce(f"{threads(2)} + fused_optimizer")
+    study = Planted(faster={threads(2): 2.0, "fused_optimizer": gain}, doubt=0.25)
+    incumbents = Incumbents([Recipe(), recipe])
+    leave_one_out(study, incumbents, SAMPLES)
+    assert (incumbents.best == recipe) is stays
+
+
 def test_ablation_keeps_members_that_end_better_only():
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")
     study = Planted(faster={threads(2): 1.5}, better={clipping(1): 2 * MARGIN})
