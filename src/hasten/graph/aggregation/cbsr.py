@@ -52,10 +52,6 @@ class CBSR:
             raise ConfigurationError(f"the columns of row {row} do not ascend; sort each row, without duplicates")
 
     @property
-    def k(self) -> int:
-        return self.values.shape[1]
-
-    @property
     def shape(self) -> tuple[int, int]:
         return len(self.values), self.width
 
