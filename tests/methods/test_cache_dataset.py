@@ -50,7 +50,7 @@ def test_weights_are_identical_and_each_sample_is_read_once(perceptron, trained)
     assert len(plain.losses) == 30
     assert cached.run.no_effect == []
     assert plain.same_bits(cached)
-    assert data.readings == 60 + 3 * 30  # once each, after three probes of every other one
+    assert data.readings == 60 + 4 * 30  # once each, after four probes of every other one
 
 
 class Boxes(Ragged):

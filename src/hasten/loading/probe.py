@@ -8,7 +8,7 @@ from typing import Any
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.errors import HastenWarning
 from hasten.core.run_context import RunContext
-from hasten.utils.rng import preserve_rng_state
+from hasten.utils.rng import get_rng_state, preserve_rng_state
 from hasten.utils.tree import bitwise_equal
 
 MAX_SAMPLES = 32
@@ -33,9 +33,22 @@ def probe_samples(spec: LoaderSpec, seed: int = 0, indices: list[int] | None = N
 
 
 def is_deterministic(spec: LoaderSpec) -> bool:
-    """Whether the probed samples are equal under three random seeds, so that reading them once is enough."""
+    """Whether the probed samples are equal under three random seeds, so that reading them once is enough.
+
+    A script that reads them in its own process must not draw random numbers for them either: it draws the order of the
+    samples and its dropout from the same generators.
+    """
     first, *others = (probe_samples(spec, seed) for seed in range(3))
-    return all(bitwise_equal(first, other) for other in others)
+    is_equal = all(bitwise_equal(first, other) for other in others)
+    return is_equal and (spec.loader is None or spec.num_workers > 0 or not _draws_random_numbers(spec.dataset))
+
+
+def _draws_random_numbers(dataset: Any) -> bool:
+    with preserve_rng_state():
+        before = get_rng_state()
+        for index in probed(range(len(dataset))):
+            dataset[index]
+        return not bitwise_equal(before, get_rng_state())
 
 
 def script_may_change(spec: LoaderSpec | None, run: RunContext) -> bool:

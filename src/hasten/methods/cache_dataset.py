@@ -72,7 +72,8 @@ class CacheDataset(Method):
             return "the samples are numbers, from which the task's own collate function makes batches"
         if type(spec.dataset) is TensorDataset:
             return "the samples are in memory already"
-        return "" if is_deterministic(spec) else "the samples are random: they differ each time they are read"
+        random = "the samples are random: reading one gives another each time, or draws random numbers"
+        return "" if is_deterministic(spec) else random
 
 
 class CachedDataset(torch.utils.data.Dataset[Any]):

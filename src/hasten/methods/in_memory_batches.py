@@ -93,17 +93,13 @@ class InMemoryBatches(Method):
         fetched_bytes = FETCHED_BYTES if batches.seekable else 0
 
         stacked: list[Batch | None] = []  # the fields of all samples, once they are needed; None if they are unequal
-        unread = set[int]()  # samples whose rows are empty so far
         # a process that checks a few steps of a script needs few samples; to read all may take longer than the steps
         is_short = run.services.in_script and run.plan.steps is not None and run.plan.steps < spec.length
+        reads_few = iter([is_short and batches.training and self.place == "host"])  # in the first epoch
 
         def current_fields() -> Batch | None:
             if self.place == "host" and contiguous_tensors(spec.dataset):
                 return stack_samples(spec)  # which copies nothing
-            if is_short and batches.training and self.place == "host":
-                unread.update(range(len(spec.dataset)))
-                with preserve_rng_state(*batches.generators):
-                    return empty_fields(default_collate(probe_samples(spec, indices=[0])), len(unread))
             if not stacked:
                 stacked[:] = [self._stack(spec, run)]
             elif stacked[0] is not None and not is_current(stacked[0], batches, run):
@@ -112,15 +108,14 @@ class InMemoryBatches(Method):
             return stacked[0]
 
         def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
-            fields = current_fields()
+            needed = FieldsAsNeeded(spec, batches) if next(reads_few, False) else None
+            fields = needed.fields if needed else current_fields()
             if fields is None:
                 yield from batches.epoch(epoch, start)
                 return
             for group in group_batches(islice(spec.batch_sampler(epoch), start, None), fields, fetched_bytes):
-                if missing := sorted(unread.intersection(chain.from_iterable(group))):
-                    with preserve_rng_state(*batches.generators):
-                        write_rows(fields, missing, default_collate(probe_samples(spec, indices=missing)))
-                    unread.difference_update(missing)
+                if needed and (why := needed.read(chain.from_iterable(group))):
+                    raise RunError(f"{self.name} has no effect: the samples cannot be stacked: {why}")
                 buffer = next(ring) if batches.training else BatchBuffer()  # an evaluation may keep its batches
                 try:
                     yield from buffer.fetch(fields, group)
@@ -198,7 +193,7 @@ class InMemoryBatches(Method):
         if not len(spec.dataset):
             return "there are no samples"
         if not is_deterministic(spec):
-            return "the samples are random: they differ each time they are read"
+            return "the samples are random: reading one gives another each time, or draws random numbers"
         try:
             samples = probe_samples(spec)
             fields = default_collate(samples)
@@ -295,6 +290,29 @@ def group_batches(batch_indices: Iterable[list[int]], fields: Batch, nbytes: int
             group, rows = [], 0
     if group:
         yield group
+
+
+class FieldsAsNeeded:
+    """Fields of which only the rows that were asked for are read, without any effect on the random generators."""
+
+    def __init__(self, spec: LoaderSpec, batches: BatchSource):
+        self.spec, self.generators = spec, batches.generators
+        self.unread = {*range(len(spec.dataset))}
+        self.fields = empty_fields(self._collated([0]), len(self.unread))
+
+    def read(self, indices: Iterable[int]) -> str:
+        """Reads those of the samples that are still unread; why they cannot be stacked, or ""."""
+        try:
+            if missing := sorted(self.unread.intersection(indices)):
+                write_rows(self.fields, missing, self._collated(missing))
+                self.unread.difference_update(missing)
+        except RuntimeError as error:
+            return format_error(error)
+        return ""
+
+    def _collated(self, indices: list[int]) -> Batch:
+        with preserve_rng_state(*self.generators):
+            return default_collate(probe_samples(self.spec, indices=indices))
 
 
 class BatchBuffer:
