@@ -63,7 +63,9 @@ class SimulatedStudy:
     target: float | None = TARGET
     higher_is_better: bool = True
     budget: Budget = field(default_factory=lambda: Budget(1e9, clock=lambda: 0.0))
-    complete: dict = field(default_factory=dict)  # nothing is stored
+
+    def has_run(self, recipe: Recipe, seed: int) -> bool:
+        return False  # nothing is stored
 
     def run(self, recipe: Recipe, seed: int) -> dict:
         chance = random.Random(f"{self.seed} {recipe} {seed}")

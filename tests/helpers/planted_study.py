@@ -57,6 +57,9 @@ class Planted:
     asked: list[tuple[str, str]] = field(default_factory=list)
     trials: list[dict] = field(default_factory=list)
 
+    def has_run(self, recipe: Recipe, seed: int) -> bool:
+        return False
+
     def run(self, recipe: Recipe, seed: int, time_limit: float | None = None, race: str = "") -> dict:
         self._pay("run", f"{recipe}, seed {seed}, give up after {time_limit}")
         metric = (

@@ -9,6 +9,7 @@ import pytest
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
+from hasten.engine import registry
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.confirm import (
     EXACT_PAIRS,
@@ -19,6 +20,7 @@ from hasten.tuning.confirm import (
     confirm,
     fresh_seeds,
     further_seeds,
+    quality_risks,
 )
 from hasten.tuning.finding import Finding
 from hasten.tuning.gate import LOOKS
@@ -50,7 +52,10 @@ class Planted:
     ran: list[tuple[str, int]] = field(default_factory=list)
     notes: dict[str, tuple[str, str]] = field(default_factory=dict)
     horizon: float = 1.0
-    complete: dict = field(default_factory=dict)
+    stored: tuple[tuple[str, int], ...] = ()  # runs of an earlier search
+
+    def has_run(self, recipe: Recipe, seed: int) -> bool:
+        return (str(recipe), seed) in self.stored
 
     def run(self, recipe: Recipe, seed: int) -> dict:
         name = str(recipe)
@@ -481,7 +486,7 @@ def test_confirm_runs_the_original_where_the_exact_recipe_fails():
 
 def test_confirm_uses_a_run_of_the_original_that_is_there():
     study = Planted({"baseline": 0.9, str(EXACT): 0.9, str(FASTER): 0.9}, cost=COST)
-    study.complete[str(Recipe()), fresh_seeds(0, 3)[2], 1.0] = {}
+    study.stored = ((str(Recipe()), fresh_seeds(0, 3)[2]),)
     substituted(study, FASTER)
     assert study.seeds_of(Recipe()) == fresh_seeds(0, 3) and not study.seeds_of(EXACT)
 
@@ -491,3 +496,21 @@ def test_substitute_is_exact_and_of_hastens_own_methods():
     of_user, own = Recipe({"./mine.py:Exact": {}}), Finding(EXACT, "exact", ratio, "")
     assert _substitute([Finding(of_user, "exact", Ratio(4.0, 3.9, 4.1), ""), own]) == Substitute(EXACT, 2.0)
     assert _substitute([Finding(EXACT, "estimated", ratio, "")]) is None
+
+
+def test_exact_method_of_another_package_is_not_trusted(monkeypatch):
+    assert not quality_risks(EXACT)
+    monkeypatch.setattr(registry, "_installed", lambda: {"channels_last": None})
+    assert quality_risks(EXACT) == EXACT
+
+
+@pytest.mark.parametrize(("metrics", "trains"), [((0.9, 0.9), True), ((0.9, 0.9004), False)])
+def test_confirm_drops_a_substitute_whose_bits_are_not_those_that_it_claims(metrics, trains):
+    same_bits = Recipe({"in_memory_batches": {}})
+    study = Planted({"baseline": metrics[0], str(same_bits): metrics[1], str(FASTER): 0.9}, spread=0.0, cost=COST)
+    study.cost[str(same_bits)] = 5.0
+    seeds = fresh_seeds(0, 2)
+    runs = [study.run(Recipe(), seed) for seed in seeds]
+    baseline = Baseline([0, 1], runs, TARGET, MARGIN, True, seeds, substitute=Substitute(same_bits, 2.0))
+    confirm(study, [FASTER], baseline, 5.0)
+    assert (len(study.seeds_of(same_bits)) > 1) is trains

@@ -36,6 +36,11 @@ def method_names() -> list[str]:
     return sorted(_method_files()) + sorted(_installed())
 
 
+def comes_with_hasten(name: str) -> bool:
+    """Whether a method is one of hasten's own, rather than of the user's file or of another package."""
+    return name in _method_files() and name not in _installed()
+
+
 def method_class(name: str) -> type[Method]:
     """The class of a method; ConfigurationError if there is none of that name, or it cannot be imported."""
     if ":" in name:

@@ -356,7 +356,9 @@ class SourceFile:
         return None
 
     def _indent_block(self, block: ast.stmt, text: str) -> None:
-        """Indents a statement under ``with text:``; CannotEditError if it holds a string of several lines."""
+        """Indents a statement under ``with text:``; CannotEditError if it yields or holds a string of several lines."""
+        if any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(block)):
+            raise CannotEditError("the evaluation yields inside, where its consumer may train")
         last = block.end_lineno or block.lineno
         strings = [node for node in ast.walk(block) if isinstance(node, (ast.Constant, ast.JoinedStr))]
         if any(node.lineno != _end(node) for node in strings):

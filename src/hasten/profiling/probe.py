@@ -26,7 +26,8 @@ from hasten.profiling.flops import best_format, copy_bytes_per_second, flops_per
 from hasten.profiling.input_benchmark import measure_input
 from hasten.reporting.result_schema import InputThroughput
 from hasten.utils.op_recorder import OpRecorder
-from hasten.utils.run_facts import hardware_facts, model_facts, optimizer_facts
+from hasten.utils.optimizers import fused_step_obstacle
+from hasten.utils.run_facts import hardware_facts, model_facts
 
 
 class Probe(Arm):
@@ -145,7 +146,9 @@ def facts_of(program: Program) -> frozenset[str]:
     """The facts (keys of ``hasten.core.card.FACTS``) that hold for a built run."""
     run, plan, source = program.run, program.plan, program.train
     has_samples = source.spec is not None and not isinstance(source.spec.dataset, range)  # numbers hold no data
+    optimizers = getattr(run.optimizer, "optimizers", [run.optimizer])  # several, in an OptimizerList
     facts = {
+        "unfused_optimizer": not any(map(fused_step_obstacle, optimizers)),
         "indexed_samples": has_samples or (run.device.type == "cuda" and source.on_device is not None),
         "workers": source.spec is not None or source.with_workers is not None,
         "multiple_epochs": plan.epochs > 1,
@@ -153,9 +156,7 @@ def facts_of(program: Program) -> frozenset[str]:
         "idle_cores": run.device.type == "cpu" and has_idle_cores(),
         "evaluations": program.validation is not None and _evaluation_count(program) > 1,
     }
-    optimizers = getattr(run.optimizer, "optimizers", [run.optimizer])  # several, in an OptimizerList
-    known = hardware_facts(run.device) | model_facts(run.model) | optimizer_facts(optimizers)
-    return known | {fact for fact, holds in facts.items() if holds}
+    return hardware_facts(run.device) | model_facts(run.model) | {fact for fact, holds in facts.items() if holds}
 
 
 def _evaluation_count(program: Program) -> float:

@@ -16,7 +16,7 @@ from hasten.tuning.systems import LONGER, MIN_GAIN, PROMISING_GAIN, Incumbents, 
 from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import FEWER_SAMPLES, Baseline, seconds_of
 
-PROBABLE = 0.65  # of the half width of an interval of 95 %, by which the median lies above 1 with a certainty of 90 %
+PROBABLE = 0.65  # of the half width of an interval of 95 %: the median is then above 1 with a certainty of 90 %
 MIN_SEEDS, LONGEST = 2, 3.0  # seeds that decide; a recipe without the member is stopped after so many times its seconds
 
 
@@ -48,7 +48,7 @@ def _is_unproven(share: dict[str, Any], is_exact: bool) -> bool:
     """Whether the speed-up ``share`` (median, low, high) of a method is too uncertain to justify it.
 
     False without an interval, as after a single timed run. With ``is_exact`` a likely gain is enough: one of a narrow
-    interval, or one that the method has with a certainty of about 90 %.
+    interval, or one that the method has with a certainty of 90 % or more.
     """
     if share["low"] is None or share["low"] > 1:
         return False

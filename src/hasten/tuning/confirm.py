@@ -18,6 +18,7 @@ from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
+from hasten.engine.registry import comes_with_hasten
 from hasten.tuning import gate
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import SURELY_FASTER, surest
@@ -34,7 +35,7 @@ EXACT_PAIRS = 2  # after a passed exactness check the seeds need only not contra
 WORTH_PROVING = 1.15  # times the speed-up of a slower recipe that has passed
 AGREEMENT = 0.9  # of the speed-up by blocks, which the measured runs must show
 FAR_APART = 0.75  # of it: below, the measured runs count however much they spread
-SUBSTITUTED = "substituted"  # key of a run that ``Baseline.substitute`` has made in place of the original
+SUBSTITUTED = "substituted"  # key of a run in place of the original: the recipe, ``Baseline.substitute``, that made it
 
 Ends = tuple[list[tuple[dict, dict]], list[tuple[dict, dict]]]  # of both arms: (run, its evaluation that counts)
 
@@ -155,8 +156,8 @@ def _finalists(recipes: list[Recipe]) -> list[Recipe]:
 
 
 def quality_risks(recipe: Recipe) -> Recipe:
-    """The recipe without hasten's exact methods: what may cost quality. A user's card is not trusted."""
-    return recipe.drop(*(name for name in recipe.methods if ":" not in name and exactness_of(name) in EXACT))
+    """The recipe without hasten's own exact methods: what may cost quality. The card of any other is not trusted."""
+    return recipe.drop(*(name for name in recipe.methods if comes_with_hasten(name) and exactness_of(name) in EXACT))
 
 
 def _next(attempts: list[Confirmation]) -> int | None:
@@ -244,6 +245,10 @@ def _missed(run: dict) -> bool:
     return run["seconds_to_target"] is None
 
 
+def _metrics(run: dict) -> list[float]:
+    return [evaluation["metric"] for evaluation in run["evaluations"]]
+
+
 def _never_reached(seed: int, run: dict, baseline: Baseline) -> str:
     return f"seed {seed} never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
 
@@ -288,8 +293,7 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
         return _never_reached(seed, attempt.tuned_runs[seed], baseline)
     is_bit_exact = not quality_risks(attempt.recipe) and loosest_exactness(attempt.recipe) is Exactness.BIT_EXACT
     is_bit_exact = is_bit_exact and check.get("reproducible", True)
-    arms = (runs[seed]["evaluations"] for runs in (attempt.tuned_runs, attempt.baseline_runs))
-    tuned, original = ([evaluation["metric"] for evaluation in evaluations] for evaluations in arms)
+    tuned, original = (_metrics(runs[seed]) for runs in (attempt.tuned_runs, attempt.baseline_runs))
     if is_bit_exact and study.device == "cpu" and tuned != original:  # on a GPU not even two original runs are equal
         return f"seed {seed} is not the original's run, though every member claims the same bits"
     return None
@@ -300,13 +304,13 @@ def _run_original(study: Study, attempt: Confirmation, seed: int, baseline: Base
 
     An exact recipe is compared with the original itself: the substitute rests on the same check.
     """
-    is_known = seed in baseline.run_seeds or (str(Recipe()), seed, study.horizon) in study.complete
+    is_known = seed in baseline.run_seeds or study.has_run(Recipe(), seed)
     if is_known or not quality_risks(attempt.recipe) or not _is_sound(study, baseline):
         return study.run(Recipe(), seed)
     assert baseline.substitute is not None, "it is sound"
     run = study.run(baseline.substitute.recipe, seed)
     if "failed" not in run:
-        return run | {SUBSTITUTED: True}
+        return run | {SUBSTITUTED: str(baseline.substitute.recipe)}
     baseline.substitute = None
     return study.run(Recipe(), seed)
 
@@ -314,13 +318,19 @@ def _run_original(study: Study, attempt: Confirmation, seed: int, baseline: Base
 def _is_sound(study: Study, baseline: Baseline) -> bool:
     """Whether the baseline's substitute ends as well as the original on the first seed, and holds the target there.
 
-    Only its run on that seed is compared with the original's. A substitute that is not sound is dropped.
+    Within the margin; where it claims the same bits on the CPU, at every evaluation the same. One that is not sound is
+    dropped.
     """
     substitute = baseline.substitute
     if substitute is None or not baseline.runs:
         return False
     run, original = study.run(substitute.recipe, baseline.run_seeds[0]), baseline.runs[0]
-    if "failed" in run or not baseline.as_good([run["metric"]]) or (_missed(run) and not _missed(original)):
+    if "failed" in run or (_missed(run) and not _missed(original)):
+        baseline.substitute = None
+        return False
+    worse = (original["metric"] - run["metric"]) * (1 if baseline.higher_is_better else -1)
+    claims_same_bits = study.device == "cpu" and loosest_exactness(substitute.recipe) is Exactness.BIT_EXACT
+    if worse > baseline.margin or (claims_same_bits and _metrics(run) != _metrics(original)):
         baseline.substitute = None
     return baseline.substitute is not None
 
@@ -344,10 +354,10 @@ def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
         more_baseline=[before[seed] for seed in original if seed not in attempt.baseline_runs],
         confidence=gate.confidence_of() if exact else attempt.confidence,  # any exact recipe is contradicted as often
     )
-    substituted = sum(SUBSTITUTED in attempt.baseline_runs[seed] for seed in attempt.paired)
-    if substituted and baseline.substitute:
-        how = f"{baseline.substitute.recipe}, exact on this task, trained in place of the original"
-        result = attempt.gate = replace(result, why=f"{result.why}; on {substituted} of these seeds {how}")
+    substitutes = [run[SUBSTITUTED] for seed in attempt.paired if SUBSTITUTED in (run := attempt.baseline_runs[seed])]
+    if substitutes:
+        how = f"{substitutes[0]}, exact on this task, trained in place of the original"
+        result = attempt.gate = replace(result, why=f"{result.why}; on {len(substitutes)} of these seeds {how}")
     attempt.why = result.why
     if len(attempt.paired) < 2:
         return

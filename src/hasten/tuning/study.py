@@ -88,6 +88,12 @@ class Study:
             self.complete[key] = outcome
         return {**outcome, **self._time_to_target(outcome["evaluations"])}  # not stored: the target may be fixed later
 
+    def has_run(self, recipe: Recipe, seed: int) -> bool:
+        """Whether a whole run to the horizon is there already, of this search or of an earlier one in its directory."""
+        horizon = {"horizon": self.horizon} if self.horizon < 1 else {}
+        what = self._hashed({"recipe": recipe.methods, "seed": seed, "time_limit": None, **horizon})
+        return (str(recipe), seed, self.horizon) in self.complete or ("run", what) in self.store
+
     @property
     def where(self) -> dict[str, Any]:
         """Arguments of every measurement of steps: where and how the arms run, and until when."""
@@ -214,6 +220,11 @@ class Study:
         with start_workers(self.processes, "hasten.tuning.trial:Trial", None, deadline, **trial) as worker:
             return worker.call(method, on_progress=on_progress, timeout=timeout, **arguments)
 
+    def _hashed(self, what: dict[str, Any]) -> dict[str, Any]:
+        """A trial's description, with the hashes of the files whose methods it names."""
+        hashes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
+        return {**what, "source_hashes": hashes} if hashes else what
+
     def _charge(
         self,
         kind: str,
@@ -229,8 +240,7 @@ class Study:
         has ``failed`` (the message) and ``refused`` (whether the latter) instead. ``expected``: seconds that the trial
         will take; it is not begun if it would reach the deadline.
         """
-        hashes = {name: code for name, code in self.source_hashes.items() if json.dumps(name)[1:-1] in json.dumps(what)}
-        what = {**what, "source_hashes": hashes} if hashes else what
+        what = self._hashed(what)
         is_stored = (kind, what) in self.store
         if not is_stored:
             self.budget.check(expected)

@@ -1,15 +1,12 @@
-"""Facts about hardware, model and optimizer of a run that cards refer to; keys of ``hasten.core.card.FACTS``."""
+"""Facts about the hardware and the model of a run that cards refer to; keys of ``hasten.core.card.FACTS``."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from hasten._torch_compat import Convolution
 from hasten.utils.blocks import repeated_blocks
-from hasten.utils.optimizers import fused_step_obstacle
 
 CPU_FLAGS = {  # names under which Linux lists the matrix units
     "bfloat16_hardware": {"avx512_bf16", "amx_bf16", "bf16"},
@@ -27,11 +24,6 @@ def model_facts(model: nn.Module) -> frozenset[str]:
         "matrix_weights": any(parameter.ndim >= 2 for parameter in model.parameters()),
     }
     return frozenset(fact for fact, holds in facts.items() if holds)
-
-
-def optimizer_facts(optimizers: Iterable[Any]) -> frozenset[str]:
-    """Whether "unfused_optimizer" holds: at least one of the optimizers has a fused step that it does not use."""
-    return frozenset({"unfused_optimizer"} if any(fused_step_obstacle(one) is None for one in optimizers) else ())
 
 
 def hardware_facts(device: torch.device) -> frozenset[str]:

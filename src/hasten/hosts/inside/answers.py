@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten._torch_compat_compile import cached_compile_seconds, compile_seconds
 from hasten.hosts.inside.loaders import batch_size_of
+from hasten.utils.optimizers import fused_step_obstacle
 from hasten.utils.parsed_arguments import names_length
-from hasten.utils.run_facts import hardware_facts, model_facts, optimizer_facts
+from hasten.utils.run_facts import hardware_facts, model_facts
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.session import Session
@@ -50,7 +51,9 @@ def _facts(session: Session, loaders: Iterable[Any]) -> set[str]:
 
     models = session.models
     found = {*hardware_facts(session.device()), *session.loop.facts}
-    found = found.union(*map(model_facts, models.roots), optimizer_facts(session.steps.optimizers))
+    found = found.union(*map(model_facts, models.roots))
+    if not all(map(fused_step_obstacle, session.steps.optimizers)):
+        found.add("unfused_optimizer")
     if "cpu" in found and has_idle_cores():
         found.add("idle_cores")
     if session.spec["vary"]:
