@@ -219,7 +219,13 @@ def test_evaluation_of_a_statement_that_may_need_gradients_is_not_edited(tmp_pat
             "no function",
         ),
         ("import torch\ndef f():\n    yield m(x)\n", "evaluation", 3, "torch.no_grad()", "no function"),
-        ("import torch\ndef f():\n    for x in y:\n        yield m(x)\n", "evaluation", 4, "torch.no_grad()", "yields inside"),
+        (
+            "import torch\ndef f():\n    for x in y:\n        yield m(x)\n",
+            "evaluation",
+            4,
+            "torch.no_grad()",
+            "yields inside",
+        ),
         ("def broken(:\n", "loader", 1, "num_workers=2", "cannot be read as Python"),
     ],
 )
