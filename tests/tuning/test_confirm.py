@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import dataclass, field
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,7 @@ from hasten.tuning.finding import Finding
 from hasten.tuning.gate import LOOKS
 from hasten.tuning.time_to_target import Counts, time_to_target
 from hasten.tuning.training import Baseline, Substitute
-from hasten.tuning.training_stage import _substitute
+from hasten.tuning.training_stage import _finding_of, _substitute
 from helpers.planted_study import frozen
 
 MARGIN, TARGET, SAMPLES, LOOK = 0.01, 0.8, 1000, 50
@@ -407,8 +408,11 @@ def test_confirm_of_a_recipe_whose_further_run_alone_misses_the_target_fails():
             missed = {"seconds_to_target": None} if seed in further_seeds(0, 1) else {}
             return super().run(recipe, seed) | missed
 
-    done = confirmed(Late({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,))
+    study = Late({"baseline": 0.9, str(FASTER): 0.9})
+    done = confirmed(study, (FASTER,))
     assert not done.passed and "never reached the target" in done.why
+    found = _finding_of(study, SimpleNamespace(run_seconds=10.0), done, is_whole=True)
+    assert found.evidence == "estimated" and found.speedup.median > 2 and "missed the target" in found.to_prove
 
 
 def test_measured_runs_count_where_they_surely_show_less_however_seldom_they_are_evaluated():

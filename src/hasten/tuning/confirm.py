@@ -61,6 +61,7 @@ class Confirmation:
     looks: int = 0  # how many times the seeds were judged
     most_looks: int = len(LOOKS)
     over: bool = False  # more seeds would not change the result
+    missed: bool = False  # a run missed the target that the original reaches: it cannot pass, whatever its final metric
     why: str = ""
 
     @property
@@ -76,7 +77,7 @@ class Confirmation:
     @property
     def passed(self) -> bool:
         """Whether the recipe passed the quality gate and is surely faster."""
-        return self.gate.passed and self.gain is not None and self.gain.low > SURELY_FASTER
+        return not self.missed and self.gate.passed and self.gain is not None and self.gain.low > SURELY_FASTER
 
     def beats(self, other: "Confirmation") -> bool:
         """Whether this recipe passed and is faster than the other, which passed."""
@@ -213,6 +214,8 @@ def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: floa
             _judge(attempt, baseline, check)
             raise
         if why:
+            if attempt.missed:  # what is known of its speed and final metric is still an estimate
+                _judge(attempt, baseline, check)
             return attempt.finish(why)
         _judge(attempt, baseline, check)
         if attempt.over:
@@ -235,7 +238,8 @@ def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseli
         attempt.tuned_runs[seed] = run = study.run(attempt.recipe, seed)
         if "failed" in run:
             return f"seed {seed}: {run['failed']}"
-        if _missed(run) and not any(map(_missed, attempt.baseline_runs.values())):
+        attempt.missed = _missed(run) and not any(map(_missed, attempt.baseline_runs.values()))
+        if attempt.missed:
             return _never_reached(seed, run, baseline)
     return None
 
@@ -289,7 +293,8 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
         (attempt.tuned_runs if is_tuned else attempt.baseline_runs)[seed] = run
         if "failed" in run:
             return f"seed {seed}{'' if is_tuned else ', of the original'}: {run['failed']}"
-    if _missed(attempt.tuned_runs[seed]) and not _missed(attempt.baseline_runs[seed]):
+    attempt.missed = _missed(attempt.tuned_runs[seed]) and not _missed(attempt.baseline_runs[seed])
+    if attempt.missed:
         return _never_reached(seed, attempt.tuned_runs[seed], baseline)
     is_bit_exact = not quality_risks(attempt.recipe) and loosest_exactness(attempt.recipe) is Exactness.BIT_EXACT
     is_bit_exact = is_bit_exact and check.get("reproducible", True)

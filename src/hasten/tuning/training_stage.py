@@ -230,7 +230,7 @@ def _substitute(findings: list[Finding]) -> Substitute | None:
 def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whole: bool) -> Finding:
     """An attempt of the confirmation as a finding: proven if whole trainings passed the gate, else estimated."""
     assert attempt.speedup is not None
-    is_proven = is_whole and attempt.gate.passed
+    is_proven = is_whole and attempt.gate.passed and not attempt.missed
     where = "" if is_whole else f"in {study.horizon:.2g} of the training, with its schedule compressed: "
     return Finding(
         attempt.recipe,
@@ -249,6 +249,8 @@ def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool) -> str:
     result, seconds = attempt.gate, state.run_seconds
     if result.difference and result.difference["mean"] <= -result.margin:
         return "more seeds would hardly prove it: it ends worse by more than the margin"
+    if attempt.missed:
+        return "no more seeds would prove it: one missed the target; lower the target, or accept --evidence estimated"
     done, needed = 0, float(MIN_SEEDS)
     if is_whole and result.difference and len(result.seeds) >= 2:
         # a search that continues asks at a quarter of the error, and at best once
