@@ -122,15 +122,20 @@ def test_process_that_checks_a_few_steps_reads_the_samples_of_these_in_its_first
     assert dataset.reads < most
 
 
-def test_script_that_looks_at_a_batch_inside_its_loop_gets_the_same_batches(under):
+@pytest.mark.parametrize(("batch_size", "looks"), [(8, 20), (512, 0)])
+def test_script_that_looks_at_a_batch_gets_the_same_batches(under, batch_size, looks):
     def batches_and_looks(dataset):
         torch.manual_seed(0)
-        loader = DataLoader(dataset, batch_size=8, shuffle=True)
-        return [(copied(batch), copied(next(iter(loader)))) for batch in islice(loader, 20)]
+        loader = DataLoader(dataset, batch_size=batch_size, shuffle=True)
+        read = [copied(next(iter(loader)))]
+        for number, batch in enumerate(islice(loader, 20)):
+            read += [copied(batch)] + ([copied(next(iter(loader)))] if number < looks else [])
+        return read
 
-    plain = batches_and_looks(CountedReads(4000))
+    plain, dataset = batches_and_looks(CountedReads(40 * batch_size)), CountedReads(40 * batch_size)
     under("in_memory_batches", steps=30)
-    assert bitwise_equal(plain, batches_and_looks(CountedReads(4000)))
+    assert bitwise_equal(plain, batches_and_looks(dataset))
+    assert looks or dataset.reads < 25 * batch_size, "a look before the loop costs no reading of all samples"
 
 
 class DrawsInVain(Shifted):

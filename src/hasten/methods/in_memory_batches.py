@@ -53,6 +53,7 @@ STACKED_DATASET = '''class InMemory(torch.utils.data.Dataset):
     def collate(batch):
         return batch
 '''
+LOOKED_AT = 2  # batches that a script may look at before its training, such as a fixed one to log
 ALIGNMENT = 64  # bytes; torch's alignment of tensors. Every batch must have it: kernels may sum in another order
 
 
@@ -95,7 +96,8 @@ class InMemoryBatches(Method):
         stacked: list[Batch | None] = []  # the fields of all samples, once they are needed; None if they are unequal
         # a process that checks a few steps of a script needs few samples; to read all may take longer than the steps
         is_short = run.services.in_script and run.plan.steps is not None and run.plan.steps < spec.length
-        reads_few = iter([is_short and batches.training and self.place == "host"])  # in the first epoch
+        reads_few = is_short and batches.training and self.place == "host"
+        few: list[list[int]] = []  # the batches read so; beyond a look at a batch or two only in the first epoch
 
         def current_fields() -> Batch | None:
             if self.place == "host" and contiguous_tensors(spec.dataset):
@@ -108,14 +110,16 @@ class InMemoryBatches(Method):
             return stacked[0]
 
         def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
-            needed = FieldsAsNeeded(spec, batches) if next(reads_few, False) else None
+            needed = FieldsAsNeeded(spec, batches) if reads_few and len(few) <= LOOKED_AT else None
             fields = needed.fields if needed else current_fields()
             if fields is None:
                 yield from batches.epoch(epoch, start)
                 return
             for group in group_batches(islice(spec.batch_sampler(epoch), start, None), fields, fetched_bytes):
-                if needed and (why := needed.read(chain.from_iterable(group))):
-                    raise RunError(f"{self.name} has no effect: the samples cannot be stacked: {why}")
+                if needed:
+                    few.extend(group)
+                    if why := needed.read(chain.from_iterable(group)):
+                        raise RunError(f"{self.name} has no effect: the samples cannot be stacked: {why}")
                 buffer = next(ring) if batches.training else BatchBuffer()  # an evaluation may keep its batches
                 try:
                     yield from buffer.fetch(fields, group)
