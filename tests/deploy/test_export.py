@@ -91,7 +91,7 @@ def test_weights_alone_need_no_onnx(digits_run, tmp_path):
 
 
 def test_model_that_differs_is_refused(digits_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "TOLERANCE", 0.0)
+    monkeypatch.setattr(export_module, "TOLERANCE", -1.0)  # on some processors both models give the same bits
     with pytest.raises(RunError, match="differs from the trained one"):
         export_model(digits_run, out=tmp_path)
 
