@@ -1,115 +1,40 @@
 """The confirmation: which recipe runs on which seeds, and which one wins. Outcomes of runs are planted."""
 
 import math
-import random
-from dataclasses import dataclass, field
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 
-from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
-from hasten.engine import registry
-from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.confirm import (
     EXACT_PAIRS,
     FIRST_FURTHER_SEED,
     MAX_FINALISTS,
-    SUBSTITUTED,
     _finalists,
     confirm,
     fresh_seeds,
     further_seeds,
-    quality_risks,
 )
-from hasten.tuning.finding import Finding
 from hasten.tuning.gate import LOOKS
 from hasten.tuning.time_to_target import Counts, time_to_target
-from hasten.tuning.training import Baseline, Substitute
-from hasten.tuning.training_stage import _finding_of, _substitute
-from helpers.planted_study import frozen
-
-MARGIN, TARGET, SAMPLES, LOOK = 0.01, 0.8, 1000, 50
-FAST, FASTER = Recipe({"ema": {"decay": 0.5}}), Recipe({"ema": {"decay": 0.9}})
-
-
-@dataclass
-class Planted:
-    """Stands in for a Study: each recipe has a metric, a spread over the seeds, a speed, and a cost per run."""
-
-    metric: dict[str, float]
-    spread: float = 0.001
-    unseen: dict[str, float] = field(default_factory=dict)  # seconds of a run that no block measures
-    uneven: float = 0.0  # added or subtracted seconds
-    cost: dict[str, float] = field(default_factory=lambda: {"baseline": 10.0, str(FAST): 5.0, str(FASTER): 2.0})
-    looks: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # per seed, in turns: evaluations by which the target is reached later
-    budget_runs: int = 1000
-    seed: int = 0
-    device: str = "cpu"
-    budget: Budget = field(default_factory=lambda: frozen(1e9))
-    ran: list[tuple[str, int]] = field(default_factory=list)
-    notes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    horizon: float = 1.0
-    stored: tuple[tuple[str, int], ...] = ()  # runs of an earlier search
-
-    def has_run(self, recipe: Recipe, seed: int) -> bool:
-        return (str(recipe), seed) in self.stored
-
-    def run(self, recipe: Recipe, seed: int) -> dict:
-        name = str(recipe)
-        if (name, seed) not in self.ran:
-            if len(self.ran) >= self.budget_runs:
-                raise OutOfBudgetError
-            self.ran.append((name, seed))
-        metric = self.metric[name] + self.spread * random.Random(f"{name} {seed}").gauss(0, 1)
-        cost, reached = self.cost[name], metric >= TARGET
-        late = self.unseen[name] + self.uneven * (-1) ** (seed // 1000) if name in self.unseen else 0.0
-        further = self.looks.get(name, [0])
-        samples = SAMPLES + LOOK * further[seed // 1000 % len(further)]
-        return {
-            "metric": metric,
-            "trial_seconds": 2 * cost,
-            "seconds_to_target": samples / SAMPLES * cost + late if reached else None,
-            "samples_to_target": samples if reached else None,
-            "first_samples": samples if reached else None,
-            "evaluations": [
-                {"samples": n * LOOK, "seconds": n * LOOK / SAMPLES * cost + late, "metric": metric}
-                for n in range(1, 41)
-            ],
-        }
-
-    def compare_speed(self, a: Recipe, b: Recipe, **_) -> dict:
-        ratio = self.cost[str(a)] / self.cost[str(b)]
-        return {
-            "ratio": {"median": ratio, "low": 0.99 * ratio, "high": 1.01 * ratio},
-            "seconds_per_1000_samples": {"a": self.cost[str(a)], "b": self.cost[str(b)]},
-            "start_seconds": {"a": 0.0, "b": 0.0},
-        }
-
-    def check_exactness(self, base: Recipe, candidate: Recipe, exactness) -> dict:
-        return {"passed": True, "why": "planted"}
-
-    def note(self, what: str, stage: str, verdict: str, why: str, **_) -> None:
-        self.notes[what] = verdict, why
-
-    def seeds_of(self, recipe: Recipe) -> list[int]:
-        return [seed for name, seed in self.ran if name == str(recipe)]
-
-
-def confirmed(study: Planted, rungs: tuple[Recipe, ...] = (FAST, FASTER)):
-    return next(iter(confirm(study, [Recipe(), *rungs], baseline_of(), 5.0)), None)
-
-
-def baseline_of() -> Baseline:
-    runs = [{"metric": 0.9 + 0.001 * n, "trial_seconds": 20.0} for n in (-1, 0, 1)]
-    return Baseline([0, 1, 2], runs, TARGET, MARGIN, True, [7, 8, 9])
+from hasten.tuning.training import Baseline
+from hasten.tuning.training_stage import _finding_of
+from helpers.planted_trainings import (
+    FAST,
+    FASTER,
+    LOOK,
+    MARGIN,
+    SAMPLES,
+    TARGET,
+    PlantedTrainings,
+    baseline_of,
+    confirmed,
+)
 
 
 def test_confirm_fastest_recipe_wins_and_others_cost_nothing():
-    study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9})
+    study = PlantedTrainings({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9})
     won = confirmed(study)
     assert won.recipe == FASTER
     assert won.passed
@@ -120,7 +45,7 @@ def test_confirm_fastest_recipe_wins_and_others_cost_nothing():
 
 
 def test_confirm_slower_recipe_that_passes_wins_with_the_runs_of_the_original():
-    study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.85})
+    study = PlantedTrainings({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.85})
     won = confirmed(study)
     assert won.recipe == FAST
     assert won.passed
@@ -133,13 +58,13 @@ def test_confirm_slower_recipe_that_passes_wins_with_the_runs_of_the_original():
     [(FASTER, 0.9, 2 * LOOKS[0]), (FASTER, 0.85, 0), (FAST, 0.9, 0)],  # they take 2 and 5 of the original's 10 seconds
 )
 def test_confirm_runs_further_seeds_of_a_cheap_recipe_that_may_pass(recipe, metric, further):
-    study = Planted({"baseline": 0.9, str(recipe): metric})
+    study = PlantedTrainings({"baseline": 0.9, str(recipe): metric})
     confirmed(study, (recipe,))
     assert sum(seed >= FIRST_FURTHER_SEED for seed in study.seeds_of(recipe)) == further
 
 
 def test_confirm_seed_that_misses_the_target_ends_the_recipe():
-    study = Planted({"baseline": 0.9, str(FAST): 0.79, str(FASTER): 0.79})
+    study = PlantedTrainings({"baseline": 0.9, str(FAST): 0.79, str(FASTER): 0.79})
     last = confirmed(study)
     assert not last.passed
     assert "never reached the target" in last.why
@@ -148,7 +73,7 @@ def test_confirm_seed_that_misses_the_target_ends_the_recipe():
 
 def test_confirm_further_seed_that_misses_the_target_is_one_of_many():
     """If the original misses the target now and then, a veto for each further seed would penalize cheap recipes."""
-    study = Planted({"baseline": 0.81, str(FAST): 0.81, str(FASTER): 0.81}, spread=0.006)
+    study = PlantedTrainings({"baseline": 0.81, str(FAST): 0.81, str(FASTER): 0.81}, spread=0.006)
     won = confirmed(study)
     missed = [seed for seed, run in won.tuned_runs.items() if run["seconds_to_target"] is None]
     assert won.recipe == FASTER
@@ -157,7 +82,7 @@ def test_confirm_further_seed_that_misses_the_target_is_one_of_many():
 
 
 def test_confirm_equal_speed_is_stated():
-    study = Planted(
+    study = PlantedTrainings(
         {"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, cost={"baseline": 10.0, str(FAST): 10.0, str(FASTER): 10.0}
     )
     last = confirmed(study)
@@ -167,16 +92,16 @@ def test_confirm_equal_speed_is_stated():
 
 
 def test_confirm_at_the_end_of_the_budget_judges_the_finished_runs():
-    enough = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=2 * LOOKS[0])
+    enough = PlantedTrainings({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=2 * LOOKS[0])
     assert confirmed(enough).passed
-    few = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=4)
+    few = PlantedTrainings({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=4)
     assert not confirmed(few).passed
     assert all("budget ended" in why for _, why in few.notes.values())
 
 
 def test_confirm_improves_a_passing_slower_recipe_only_if_it_pays():
     nearly = {"baseline": 10.0, str(FAST): 2.1, str(FASTER): 2.0}
-    study = Planted({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.8905}, cost=nearly)
+    study = PlantedTrainings({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.8905}, cost=nearly)
     won = confirmed(study)
     assert won.recipe == FAST
     assert len(study.seeds_of(Recipe())) == LOOKS[0]  # FASTER is uncertain, and would give 5 % at most
@@ -190,7 +115,7 @@ def test_finalists_contain_a_quality_risk_once():
     rungs = (ONE, ONE | TWO, ONE | TWO | suspect, ONE | suspect, suspect)  # the last two leave out one member each
     metric = {str(recipe): 0.85 if recipe.methods.keys() & suspect.methods else 0.9 for recipe in (Recipe(), *rungs)}
     cost = {"baseline": 10.0, str(ONE): 8.0, str(ONE | TWO): 6.0, str(suspect): 2.0}
-    study = Planted(metric, cost=cost)
+    study = PlantedTrainings(metric, cost=cost)
     assert confirmed(study, rungs).recipe == ONE | TWO
     assert {name for name, _ in study.ran} == {"baseline", str(suspect), str(ONE | TWO)}
 
@@ -200,10 +125,10 @@ def test_confirm_runs_exact_recipes_before_doubtful_ones():
     metric = {"baseline": 0.9, str(ONE): 0.9, str(FAST): in_doubt, str(FASTER): in_doubt}
     cost = {"baseline": 10.0, str(ONE): 8.0, str(FAST): 5.0, str(FASTER): 2.0}
     first_look = LOOKS[0] * 2 + LOOKS[0] * 2  # pairs of the fastest, and further runs of it
-    study = Planted(metric, cost=cost, budget_runs=first_look + EXACT_PAIRS)
+    study = PlantedTrainings(metric, cost=cost, budget_runs=first_look + EXACT_PAIRS)
     assert confirmed(study, (ONE, FAST, FASTER)).recipe == ONE
     assert not study.seeds_of(FAST)
-    ample = Planted(metric | {str(FAST): 0.9}, cost=cost)
+    ample = PlantedTrainings(metric | {str(FAST): 0.9}, cost=cost)
     assert confirmed(ample, (ONE, FAST, FASTER)).recipe == FAST, "that something exact holds does not end the looking"
 
 
@@ -212,7 +137,7 @@ def test_confirm_runs_more_seeds_of_near_passes_before_exact_recipes():
     first_look = LOOKS[0] * 2 + LOOKS[0] * 2
     second = (LOOKS[1] - LOOKS[0]) * 4
     for metric, held in ((0.8945, FASTER), (0.891, ONE)):
-        study = Planted(
+        study = PlantedTrainings(
             {"baseline": 0.9, str(ONE): 0.9, str(FASTER): metric},
             spread=0.0025,
             cost=cost,
@@ -225,33 +150,35 @@ def test_confirm_runs_more_seeds_of_near_passes_before_exact_recipes():
 def test_confirm_exact_recipe_needs_a_third_seed_only_if_seeds_disagree():
     same, rounds = Recipe({"in_memory_batches": {}}), Recipe({"channels_last": {}})
     cost = {"baseline": 10.0, str(same): 5.0, str(rounds): 5.0}
-    study = Planted({"baseline": 0.9, str(same): 0.9, str(rounds): 0.9}, spread=0.0, cost=cost)
+    study = PlantedTrainings({"baseline": 0.9, str(same): 0.9, str(rounds): 0.9}, spread=0.0, cost=cost)
     assert confirmed(study, (same,)).passed
     assert confirmed(study, (rounds,)).passed
     assert len(study.seeds_of(same)) == len(study.seeds_of(rounds)) == EXACT_PAIRS < LOOKS[0]
-    other = Planted(study.metric | {str(same): 0.9001}, spread=0.0, cost=cost)
+    other = PlantedTrainings(study.metric | {str(same): 0.9001}, spread=0.0, cost=cost)
     assert "is not the original's run" in confirmed(other, (same,)).why
     assert len(other.seeds_of(same)) == 1
-    broken = Planted(study.metric | {str(rounds): 0.81}, cost=cost)
+    broken = PlantedTrainings(study.metric | {str(rounds): 0.81}, cost=cost)
     assert not confirmed(broken, (rounds,)).passed
 
 
 def test_confirm_speed_of_exact_recipes_runs_no_more_seeds():
-    study = Planted({"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 9.95})
+    study = PlantedTrainings({"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 9.95})
     done = confirmed(study, (ONE,))
     assert "not surely faster" in done.why and "the blocks" not in done.why
     assert len(study.seeds_of(ONE)) == EXACT_PAIRS
 
 
 def test_confirm_seed_moved_to_another_evaluation_by_rounding_is_ignored():
-    study = Planted({"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 5.0}, looks={str(ONE): [0, 8]})
+    study = PlantedTrainings(
+        {"baseline": 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(ONE): 5.0}, looks={str(ONE): [0, 8]}
+    )
     done = confirmed(study, (ONE,))
     assert done.passed and done.speedup.median == pytest.approx(2.0)
     assert len(study.seeds_of(ONE)) == EXACT_PAIRS
 
 
 def test_confirm_two_worse_seeds_fail_despite_an_exactness_check():
-    study = Planted({"baseline": 0.9, str(ONE): 0.875}, spread=0.008, cost={"baseline": 10.0, str(ONE): 5.0})
+    study = PlantedTrainings({"baseline": 0.9, str(ONE): 0.875}, spread=0.008, cost={"baseline": 10.0, str(ONE): 5.0})
     confirmed(study, (ONE,))
     assert len(study.seeds_of(ONE)) > EXACT_PAIRS
 
@@ -260,7 +187,7 @@ def test_confirm_of_several_passing_recipes_the_fastest_wins():
     in_doubt, slowed = 0.8905, 5.0
     cost = {"baseline": 10.0, str(ONE): 5.0, str(FAST): 3.0, str(FASTER): 2.0}
     metric = {"baseline": 0.9, str(ONE): 0.9, str(FAST): 0.9, str(FASTER): in_doubt}
-    study = Planted(metric, cost=cost, unseen={str(FAST): slowed})
+    study = PlantedTrainings(metric, cost=cost, unseen={str(FAST): slowed})
     won = confirmed(study, (ONE, FAST, FASTER))
     assert won.recipe == ONE and won.speedup.median == pytest.approx(2.0)
     assert study.notes[str(FAST)][0] == "slower"
@@ -268,7 +195,7 @@ def test_confirm_of_several_passing_recipes_the_fastest_wins():
 
 def test_confirm_exact_recipe_with_contradicting_run_times_needs_a_third_run():
     same = Recipe({"in_memory_batches": {}})
-    study = Planted(
+    study = PlantedTrainings(
         {"baseline": 0.9, str(same): 0.9},
         spread=0.0,
         cost={"baseline": 10.0, str(same): 5.0},
@@ -298,7 +225,7 @@ def test_finalists_of_a_search():
 
 
 def test_interval_of_a_changed_training_includes_the_evaluation_spacing():
-    study = Planted(
+    study = PlantedTrainings(
         {"baseline": 0.9, str(FAST): 0.9, str(ONE): 0.9}, cost={"baseline": 10.0, str(FAST): 5.0, str(ONE): 5.0}
     )
     other, exact = confirmed(study, (FAST,)), confirmed(study, (ONE,))
@@ -308,7 +235,7 @@ def test_interval_of_a_changed_training_includes_the_evaluation_spacing():
 
 
 def test_interval_of_run_times_with_three_agreeing_seeds_has_a_width():
-    study = Planted({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): 3.0})
+    study = PlantedTrainings({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): 3.0})
     won = confirmed(study, (FASTER,))
     assert won.speedup.median == pytest.approx(2.0)
     assert won.speedup.low < 0.99 * won.speedup.median
@@ -317,7 +244,7 @@ def test_interval_of_run_times_with_three_agreeing_seeds_has_a_width():
 
 @pytest.mark.parametrize(("late", "message"), [(0.2, 5.0), (2.0, 2.4)])
 def test_interval_uses_run_times_if_they_differ_from_the_comparison(late, message):
-    study = Planted({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): late}, uneven=0.95 * late)
+    study = PlantedTrainings({"baseline": 0.9, str(FASTER): 0.9}, unseen={str(FASTER): late}, uneven=0.95 * late)
     won = confirmed(study, (FASTER,))
     assert won.uses_measured == (late == 2.0)
     assert won.speedup.median == pytest.approx(message, rel=0.15)
@@ -340,7 +267,7 @@ def test_interval_of_independent_arms_counts_the_further_runs():
 
 
 def test_confirm_whole_training_has_a_speedup_of_its_own():
-    study = Planted({"baseline": 0.9, str(FASTER): 0.9})
+    study = PlantedTrainings({"baseline": 0.9, str(FASTER): 0.9})
     won = confirmed(study, (FASTER,))
     assert won.training_speedup.median == pytest.approx(won.block_speedup.median, rel=0.1)
     assert won.training_speedup.high / won.training_speedup.low < won.speedup.high / won.speedup.low
@@ -369,14 +296,14 @@ def test_interval_of_seeds_that_agree_on_an_evaluation_has_a_width(share):
 
 
 def test_confirm_is_stricter_after_earlier_recipes():
-    study = Planted({"baseline": 0.9, str(FAST): 0.894, str(FASTER): 0.894}, spread=0.002)
+    study = PlantedTrainings({"baseline": 0.9, str(FAST): 0.894, str(FASTER): 0.894}, spread=0.002)
     tried = [[], [FAST], [FAST, FASTER]]
     lows = [confirm(study, [FASTER], baseline_of(), 5.0, tested)[0].gate.difference["low"] for tested in tried]
     assert lows[2] < lows[1] < lows[0], "after another recipe, and once more after itself"
 
 
 def test_confirm_divides_its_error_among_the_looks_that_the_budget_allows():
-    study = Planted({"baseline": 0.9, str(FASTER): 0.894}, spread=0.002)
+    study = PlantedTrainings({"baseline": 0.9, str(FASTER): 0.894}, spread=0.002)
     found = []
     for budget in (1e9, 60.0):  # three runs of the recipe take 12 s, two more of the original and of the recipe 48 s
         study.budget.total = budget
@@ -386,7 +313,7 @@ def test_confirm_divides_its_error_among_the_looks_that_the_budget_allows():
 
 
 def test_confirm_of_a_recipe_that_misses_the_target_as_the_original_does_judges_the_whole_training():
-    class NearTheTarget(Planted):
+    class NearTheTarget(PlantedTrainings):
         def run(self, recipe, seed):
             run = super().run(recipe, seed)
             missed = dict.fromkeys(("seconds_to_target", "samples_to_target", "first_samples"))
@@ -403,7 +330,7 @@ def test_confirm_of_a_recipe_that_misses_the_target_as_the_original_does_judges_
 
 
 def test_confirm_of_a_recipe_whose_further_run_alone_misses_the_target_fails():
-    class Late(Planted):
+    class Late(PlantedTrainings):
         def run(self, recipe, seed):
             missed = {"seconds_to_target": None} if seed in further_seeds(0, 1) else {}
             return super().run(recipe, seed) | missed
@@ -418,103 +345,17 @@ def test_confirm_of_a_recipe_whose_further_run_alone_misses_the_target_fails():
 def test_measured_runs_count_where_they_surely_show_less_however_seldom_they_are_evaluated():
     """Three runs of each arm that agree: the distance of their evaluations says nothing about their clock."""
     cost = {"baseline": 10.0, str(FASTER): 5.0}
-    study = Planted({"baseline": 0.9, str(FASTER): 0.9}, cost=cost, unseen={str(FASTER): 0.9})
+    study = PlantedTrainings({"baseline": 0.9, str(FASTER): 0.9}, cost=cost, unseen={str(FASTER): 0.9})
     done = confirmed(study, (FASTER,))
     assert done.uses_measured and done.speedup.median == pytest.approx(10 / 5.9, rel=0.01)
 
 
 def test_confirm_counts_a_run_of_the_baseline_once():
     """The runs that set the margin are those of the confirmation; twice in the spread, they would make it too small."""
-    study = Planted({"baseline": 0.9, str(FASTER): 0.9}, spread=0.002)
+    study = PlantedTrainings({"baseline": 0.9, str(FASTER): 0.9}, spread=0.002)
     seeds = fresh_seeds(0, LOOKS[0])
     runs = [study.run(Recipe(), seed) for seed in seeds]
     again = Baseline([0, 1, 2], runs, TARGET, MARGIN, True, seeds)
     without = Baseline([0, 1, 2], [], TARGET, MARGIN, True, [])
     lows = [confirm(study, [FASTER], each, 5.0)[0].gate.difference["low"] for each in (again, without)]
     assert lows[0] == lows[1]
-
-
-EXACT = Recipe({"channels_last": {}})
-
-
-def substituted(study: Planted, recipe: Recipe):
-    """``recipe``, confirmed against two runs of the original and, on further seeds, the exact recipe."""
-    seeds = fresh_seeds(0, 2)
-    runs = [study.run(Recipe(), seed) for seed in seeds]
-    baseline = Baseline([0, 1], runs, TARGET, MARGIN, True, seeds, substitute=Substitute(EXACT, 2.0))
-    return confirm(study, [recipe], baseline, 5.0)[0]
-
-
-COST = {"baseline": 10.0, str(EXACT): 5.0, str(FASTER): 2.0}
-
-
-def test_confirm_trains_the_exact_recipe_in_place_of_the_original_on_further_seeds():
-    study = Planted({"baseline": 0.9, str(EXACT): 0.9, str(FASTER): 0.9}, cost=COST)
-    done = substituted(study, FASTER)
-    assert done.passed and done.speedup.median == pytest.approx(5.0, rel=0.01)
-    assert study.seeds_of(Recipe()) == fresh_seeds(0, 2)
-    assert study.seeds_of(EXACT) == fresh_seeds(0, 3)[::2], "the first one shows that it ends as well"
-    assert f"on 1 of these seeds {EXACT}" in done.gate.why
-
-
-def test_confirm_compares_measured_seconds_with_those_of_the_original_alone():
-    """Both recipes pay 3 s a run for something that no block shows."""
-    metric = {"baseline": 0.9, str(EXACT): 0.9, str(FASTER): 0.887}
-    study = Planted(metric, spread=0.006, cost=COST, unseen={str(EXACT): 3.0, str(FASTER): 3.0})
-    done = substituted(study, FASTER)
-    assert sum(SUBSTITUTED in run for run in done.baseline_runs.values()) > 2
-    assert done.uses_measured and done.speedup.median == pytest.approx(10 / 5, rel=0.01)
-
-
-@pytest.mark.parametrize("metric", [0.88, 0.79])  # worse by two margins, and below the target
-def test_confirm_drops_an_exact_recipe_that_ends_worse(metric):
-    study = Planted({"baseline": 0.9, str(EXACT): metric, str(FASTER): 0.88}, cost=COST)
-    done = substituted(study, FASTER)
-    assert not done.passed and study.seeds_of(EXACT) == fresh_seeds(0, 1)
-
-
-def test_confirm_of_an_exact_recipe_compares_with_the_original_alone():
-    study = Planted({"baseline": 0.9, str(EXACT): 0.88}, cost=COST, spread=0.01)
-    substituted(study, EXACT)
-    assert len(study.seeds_of(Recipe())) == len(study.seeds_of(EXACT)) > 2
-
-
-def test_confirm_runs_the_original_where_the_exact_recipe_fails():
-    class Failing(Planted):
-        def run(self, recipe, seed):
-            return {"failed": "planted"} if recipe == EXACT else super().run(recipe, seed)
-
-    study = Failing({"baseline": 0.9, str(FASTER): 0.9})
-    assert substituted(study, FASTER).passed and study.seeds_of(Recipe()) == fresh_seeds(0, 3)
-
-
-def test_confirm_uses_a_run_of_the_original_that_is_there():
-    study = Planted({"baseline": 0.9, str(EXACT): 0.9, str(FASTER): 0.9}, cost=COST)
-    study.stored = ((str(Recipe()), fresh_seeds(0, 3)[2]),)
-    substituted(study, FASTER)
-    assert study.seeds_of(Recipe()) == fresh_seeds(0, 3) and not study.seeds_of(EXACT)
-
-
-def test_substitute_is_exact_and_of_hastens_own_methods():
-    ratio = Ratio(2.0, 1.9, 2.1)
-    of_user, own = Recipe({"./mine.py:Exact": {}}), Finding(EXACT, "exact", ratio, "")
-    assert _substitute([Finding(of_user, "exact", Ratio(4.0, 3.9, 4.1), ""), own]) == Substitute(EXACT, 2.0)
-    assert _substitute([Finding(EXACT, "estimated", ratio, "")]) is None
-
-
-def test_exact_method_of_another_package_is_not_trusted(monkeypatch):
-    assert not quality_risks(EXACT)
-    monkeypatch.setattr(registry, "_installed", lambda: {"channels_last": None})
-    assert quality_risks(EXACT) == EXACT
-
-
-@pytest.mark.parametrize(("metrics", "trains"), [((0.9, 0.9), True), ((0.9, 0.9004), False)])
-def test_confirm_drops_a_substitute_whose_bits_are_not_those_that_it_claims(metrics, trains):
-    same_bits = Recipe({"in_memory_batches": {}})
-    study = Planted({"baseline": metrics[0], str(same_bits): metrics[1], str(FASTER): 0.9}, spread=0.0, cost=COST)
-    study.cost[str(same_bits)] = 5.0
-    seeds = fresh_seeds(0, 2)
-    runs = [study.run(Recipe(), seed) for seed in seeds]
-    baseline = Baseline([0, 1], runs, TARGET, MARGIN, True, seeds, substitute=Substitute(same_bits, 2.0))
-    confirm(study, [FASTER], baseline, 5.0)
-    assert (len(study.seeds_of(same_bits)) > 1) is trains
