@@ -429,4 +429,10 @@ def assert_one_line(argv: str, message: str, code: int, expected: int, capfd) ->
     ],
 )
 def test_option_of_hasten_that_the_command_refuses_is_found(message, argument, found):
+    message = f"train.py failed by itself with exit code 2: {message}"
     assert _misplaced_option(message, "tune", ["python", "train.py", argument, "2m"]) == found
+
+
+def test_error_of_hasten_about_its_own_option_blames_no_option_of_the_command():
+    message = "runs/a holds a search of another task; choose another --out"
+    assert _misplaced_option(message, "tune", ["python", "train.py", "--out", "models"]) == ""

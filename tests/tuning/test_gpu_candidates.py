@@ -7,7 +7,9 @@ from hasten.profiling.advise import advise_without_profile
 from hasten.tuning.candidates import MethodSelection, candidates_for, strong_baselines
 from hasten.tuning.experience import exact_part, gpu_compositions
 
-CPU = frozenset({"cpu", "bfloat16_hardware", "convolutions", "matrix_weights", "indexed_samples", "workers"})
+CPU = frozenset(
+    {"cpu", "bfloat16_hardware", "convolutions", "matrix_weights", "indexed_samples", "workers", "unfused_optimizer"}
+)
 AMPERE = (CPU - {"cpu"}) | {"cuda", "tf32_hardware", "float16_hardware"}
 TURING = AMPERE - {"bfloat16_hardware", "tf32_hardware"}
 FOR_GPUS = (
@@ -82,6 +84,13 @@ def test_strong_baseline_of_a_gpu_is_what_its_owner_would_set():
 
 def test_strong_baseline_of_a_cpu_has_no_method_of_gpus():
     assert strong_baselines("cpu", 8, CPU) == strong_baselines("cpu", 8)
+
+
+def test_strong_baseline_has_no_fused_optimizer_where_torch_has_none():
+    assert [set(form.methods) for form in strong_baselines("cpu", 8, CPU - {"unfused_optimizer"})] == [
+        set(),
+        {"loader_workers"},
+    ]
 
 
 def test_composition_of_a_gpu_is_tried_as_a_whole():

@@ -215,6 +215,8 @@ def _unknown_argument(unknown: list[str], verb: str | None, has_command: bool) -
 
 def _misplaced_option(message: str, verb: str, command: list[str]) -> str:
     """The option of ``verb`` in the user's own command that the error ``message`` names; "" if there is none."""
+    if " failed by itself" not in message:
+        return ""  # an error of hasten names an option of hasten
     names = [argument.partition("=")[0] for argument in command if argument.startswith("--")]
     refused = [name for name in names if re.search(rf"{re.escape(name)}(?![\w-])", message)]
     return next((name for name in refused if name in _option_names(_parser_of(verb))), "")

@@ -155,11 +155,13 @@ def _least_bound(name: str, phases: Mapping[str, float]) -> float | None:
 def strong_baselines(device: str, cores: int, facts: frozenset[str] = frozenset()) -> list[Recipe]:
     """What an experienced user sets by hand: a fused optimizer and TF32, without loader workers and with them.
 
-    On a GPU also both of these recipes with what its owner would add, such as bfloat16, if the ``facts`` about the run
-    allow it. There are ``cores`` workers, at most MAX_WORKERS.
+    On a GPU also both of these recipes with what its owner would add, such as bfloat16. Methods need what the ``facts``
+    about the run allow; without ``facts`` nothing is known. There are ``cores`` workers, at most MAX_WORKERS.
     """
     by_hand, workers = Recipe(), Recipe()
     for name, card in cards_that_state("strong_baseline").items():
+        if facts and card.applies_to & FACTS.keys() - facts:
+            continue
         if "workers" in card.applies_to:
             workers = workers.with_method(name, num_workers=min(cores, MAX_WORKERS), persistent_workers=True)
         elif device != "cpu" or "cuda" not in card.applies_to:
