@@ -18,7 +18,7 @@ KEY = 4, 2, 0  # seed, epoch, stage
 
 def pictures(shape, kind=torch.uint8, rows=40):
     drawn = torch.randint(0, 256, (rows, *shape), generator=torch.Generator().manual_seed(0))
-    return drawn.to(kind) if kind == torch.uint8 else drawn.to(kind) - 100.5
+    return drawn.to(kind) if not kind.is_floating_point else drawn.to(kind) - 100.5
 
 
 def rng(rows):
@@ -31,15 +31,19 @@ def cropped(picture, one, padding, mirror=False):
     top, left = divmod(number // 2, sides)
     height, width = picture.shape[-2:]
     window = torch.nn.functional.pad(picture, (padding,) * 4)[..., top : top + height, left : left + width]
-    return window.flip(-1) if mirror and number % 2 else window
+    return mirrored(window) if mirror and number % 2 else window
 
 
 def flipped(picture, one):
-    return picture.flip(-1) if one.bernoulli() else picture
+    return mirrored(picture) if one.bernoulli() else picture
+
+
+def mirrored(picture):  # torch flips no unsigned integers but bytes
+    return picture.view(torch.int16).flip(-1).view(torch.uint16) if picture.dtype == torch.uint16 else picture.flip(-1)
 
 
 @pytest.mark.parametrize("mirror", [False, True])
-@pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [torch.uint8, torch.uint16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("padding", [1, 4, 9])
 def test_random_crop_equals_one_by_one(shape, kind, padding, mirror):
@@ -48,7 +52,7 @@ def test_random_crop_equals_one_by_one(shape, kind, padding, mirror):
     assert torch.equal(random_crop(padding, mirror)(batch, rng(len(batch))), torch.stack(expected))
 
 
-@pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("kind", [torch.uint8, torch.uint16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_crop_and_flip_for_any_device_equal_those_for_the_cpu(shape, kind):
     batch, padding = pictures(shape, kind), 4

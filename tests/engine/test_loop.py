@@ -155,22 +155,39 @@ def test_dataclass_fields_are_model_arguments():
     assert_same(by_engine(dataclasses.replace(plain, train_data=data, model=lambda: Named(6, 3))), by_engine(plain))
 
 
-def test_metric_is_computed_in_inference_mode():
+def test_metric_is_computed_without_gradients():
     seen = []
 
     class Watching(torch.nn.Linear):
         def forward(self, inputs):
-            seen.append((torch.is_inference_mode_enabled(), self.training))
+            seen.append((torch.is_grad_enabled(), self.training))
             return super().forward(inputs)
 
     program = build(dataclasses.replace(engine_tasks.task(PLAIN, validation_data=PLAIN), model=lambda: Watching(6, 3)))
     training = train_steps(program)
     list(islice(training, 2))
-    assert seen == [(False, True)] * 2
+    assert seen == [(True, True)] * 2
     evaluate(program)
-    assert seen[2:] == [(True, False)] * 6
+    assert seen[2:] == [(False, False)] * 6
     next(training)
-    assert seen[8:] == [(False, True)]
+    assert seen[8:] == [(True, True)]
+
+
+def test_model_that_differentiates_and_caches_in_its_forward_pass_is_evaluated():
+    class Energy(torch.nn.Linear):
+        cached = None
+
+        def forward(self, inputs):
+            with torch.enable_grad():
+                position = inputs.detach().requires_grad_()
+                (force,) = torch.autograd.grad(super().forward(position).square().sum(), position)
+            if self.cached is None:
+                self.cached = torch.ones(3) * 2
+            return super().forward(inputs + force) * self.cached
+
+    program = build(dataclasses.replace(engine_tasks.task(PLAIN, validation_data=PLAIN), model=lambda: Energy(6, 3)))
+    evaluate(program)  # caches
+    assert len(list(islice(train_steps(program), 2))) == 2
 
 
 @pytest.mark.parametrize("make", [engine_tasks.map_style, engine_tasks.ready_loader, engine_tasks.stream])

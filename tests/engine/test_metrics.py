@@ -34,6 +34,7 @@ PREDICTED, WANTED = torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 1.0])
         ("error", [(SCORES, RIGHT, 0.5)], 1 / 3),
         ("accuracy", [(torch.tensor([[-1.0], [2.0]]), torch.tensor([0, 1]), 0.1)], 1.0),
         ("accuracy", [({"logits": SCORES}, RIGHT, 0.5)], 2 / 3),
+        ("accuracy", [(SCORES, torch.tensor([1, -100, 1]), 0.5)], 1.0),  # what the loss ignores does not count
         ("loss", [(SCORES, RIGHT, 0.5), (SCORES[:1], RIGHT[:1], 0.9)], 0.6),
         ("perplexity", [(SCORES, RIGHT, 2.0)], math.exp(2)),
         ("bits per character", [(SCORES, RIGHT, math.log(2))], 1.0),
@@ -102,3 +103,10 @@ def test_metric_of_incompatible_shapes_is_refused(metric, output, target, kind, 
 def test_unknown_metric_suggests_the_nearest():
     with pytest.raises(ConfigurationError, match="did you mean accuracy"):
         MetricAccumulator(task("acuracy"))
+
+
+def test_accuracy_of_square_scores_is_refused_as_ambiguous():
+    """256 tokens of 256 classes: the classes may be the second or the last dimension."""
+    with pytest.raises(RunError, match=r"ambiguous for scores of shape \(2, 4, 4\)"):
+        measured("accuracy", [(torch.rand(2, 4, 4), torch.zeros(2, 4, dtype=torch.long), 0.5)])
+    assert measured("accuracy", [(torch.eye(4).repeat(2, 1, 1)[:, :3], torch.arange(3).repeat(2, 1), 0.5)]).metric == 1

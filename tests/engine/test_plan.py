@@ -1,5 +1,6 @@
 """WrapOrder, conflicts and the composition of hooks."""
 
+import dataclasses
 import re
 from itertools import permutations
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from hasten import Card, ConfigurationError, Exactness, Method, Task, WrapOrder
+from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.error_messages import explain_error
 from hasten.engine.plan import build
@@ -157,3 +159,13 @@ def on_a_plateau(model):
 def test_task_with_mismatched_parts_is_refused(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         build(Task(**(vars(engine_tasks.map_style()) | changes)))
+
+
+def test_parameters_outside_the_model_are_refused_in_several_processes():
+    """Nobody averages their gradients over the ranks."""
+    weight = torch.nn.Parameter(torch.ones(()))
+    task = dataclasses.replace(
+        engine_tasks.map_style(), optimizer=lambda model: torch.optim.SGD([*model.parameters(), weight], lr=0.1)
+    )
+    with pytest.raises(ConfigurationError, match="1 parameters that are not in the model"):
+        build(task, ranks=ProcessGroupInfo(world_size=2))

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data import Subset
 
 import hasten
@@ -144,3 +145,21 @@ def test_foreign_directory_is_not_changed(tmp_path):
         with pytest.raises(ConfigurationError, match="holds no run"):
             hasten.train(engine_tasks.map_style(), out=tmp_path, resume=resume, device="cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_parameters_of_the_loss_are_resumed(tmp_path):
+    weights = []
+
+    def task():
+        weights.append(torch.nn.Parameter(torch.ones(())))
+        weight = weights[-1]
+        return dataclasses.replace(
+            engine_tasks.map_style(),
+            optimizer=lambda model: torch.optim.SGD([*model.parameters(), weight], lr=0.1),
+            loss=lambda output, target: weight * torch.nn.functional.cross_entropy(output, target) + weight**2,
+        )
+
+    copies = copied_at_every_step(task(), None, tmp_path)
+    hasten.train(task(), out=copies[len(copies) // 2], resume=True, device="cpu")
+    assert weights[0].item() == weights[1].item() != 1
+    assert same_ends(tmp_path / "whole", copies[len(copies) // 2])

@@ -12,8 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hasten import RunError
+from hasten.core.recipe import Recipe
 from hasten.engine import data_adapters
 from hasten.engine.loaders import from_spec
+from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 from hasten.utils.batch import batch_tensors
 from hasten.utils.rng import get_rng_state, set_seeds
 from helpers import engine_tasks
@@ -226,3 +229,25 @@ def test_new_worker_does_not_outlive_a_killed_run():
     for worker in alive:
         worker.kill()
     assert not alive
+
+
+@pytest.mark.parametrize("recipe", ["batch_size:factor=2,rule=none", "loader_workers:num_workers=1"])
+def test_rebuilt_loader_starts_its_workers_as_the_given_one(recipe, monkeypatch):
+    """A dataset with a handle that no fork may share asks for "spawn"; a timeout guards against a worker that hangs."""
+    built, construct = [], DataLoader.__init__
+
+    def noted(self, *arguments, **options):
+        built.append(self)
+        construct(self, *arguments, **options)
+
+    loader = DataLoader(
+        TensorDataset(x, y), batch_size=2, num_workers=1, timeout=50, in_order=False, multiprocessing_context="spawn"
+    )
+    monkeypatch.setattr(DataLoader, "__init__", noted)
+    task = dataclasses.replace(engine_tasks.task(loader), model=lambda: torch.nn.Linear(2, 11))
+    program = build(task, make_methods(Recipe.coerce(recipe)))
+    assert len(list(program.train.epoch(0))) == (3 if "batch_size" in recipe else 6)
+    started = [one for one in built if one.num_workers]
+    assert started
+    for one in started:
+        assert (one.timeout, one.in_order, one.multiprocessing_context.get_start_method()) == (50, False, "spawn")

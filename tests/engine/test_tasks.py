@@ -37,6 +37,11 @@ wide = 7
 """
 
 
+SIBLING = """
+def task():
+    from mine import small
+    return small()
+"""
 DRAWN = """
 import torch
 from mine import small
@@ -99,6 +104,14 @@ def test_invalid_task_is_one_clear_line(what, mine):
     assert "\n" not in message
     for expected in INVALID_REFERENCES[what]:
         assert expected in message
+
+
+def test_task_function_may_import_a_file_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "sibling_of_late_import.py").write_text(MINE)
+    text = SIBLING.replace("mine", "sibling_of_late_import")
+    (tmp_path / "imports_late.py").write_text(text)
+    assert isinstance(load_task(f"{tmp_path}/imports_late.py:task"), Task)
 
 
 def test_file_of_many_functions_lists_only_some(tmp_path):

@@ -256,7 +256,9 @@ def test_script_that_does_not_train_is_reported_in_one_line(text, message, tmp_p
 
 def test_script_that_never_trains_ends_with_the_budget(tmp_path):
     ref = written(tmp_path, "import torch, time\nwhile True: time.sleep(1)")
-    with pytest.raises(ConfigurationError, match=r"did not train within .* s, its part of the budget: no backward pass"):
+    with pytest.raises(
+        ConfigurationError, match=r"did not train within .* s, its part of the budget: no backward pass"
+    ):
         watch_script(ref, time.monotonic() + 8)
 
 

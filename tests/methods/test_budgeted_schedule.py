@@ -133,3 +133,17 @@ def test_stream_of_unknown_length_is_refused(perceptron, decay):
 
     with pytest.raises(ConfigurationError, match="no length"):
         build(perceptron(train_data=Stream()), make_methods(Recipe.coerce(f"budgeted_schedule:decay={decay}")))
+
+
+@pytest.mark.parametrize("samples", [96, 112])
+def test_one_cycle_of_the_task_ends_with_the_run(perceptron, samples):
+    """Half of an odd number of steps is rounded up, and OneCycleLR refuses a step beyond its end."""
+    data = torch.utils.data.TensorDataset(torch.randn(samples, 12), torch.randint(0, 4, (samples,)))
+    steps = len(torch.utils.data.DataLoader(data, batch_size=perceptron().batch_size))
+
+    def cycle(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return optimizer, lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=steps)
+
+    task = perceptron(train_data=data, optimizer=cycle, epochs=1)
+    assert rates_of(task, "budgeted_schedule:factor=0.5")[-1] == pytest.approx(rates_of(task)[-1])

@@ -155,3 +155,16 @@ class Doubled(Labeled):
 def test_recipe_states_the_option():
     recipe = Recipe.parse("float16:scale=1024")
     assert make_method("float16", recipe.methods["float16"]).scale == 1024
+
+
+def test_gradients_of_a_loss_with_parameters_are_unscaled(perceptron, trained):
+    def weights_of_the_loss(scale):
+        weight = torch.nn.Parameter(torch.ones(()))
+        task = perceptron(
+            optimizer=lambda model: torch.optim.SGD([*model.parameters(), weight], lr=0.1),
+            loss=lambda output, target: weight * torch.nn.functional.cross_entropy(output, target) + weight**2,
+        )
+        trained(task, f"float16:scale={scale}", number=3)
+        return weight.item()
+
+    assert weights_of_the_loss(256) == weights_of_the_loss(1) < 1

@@ -1,9 +1,9 @@
-"""Batches split into microbatches."""
+"""Batches: their number of samples, and how they are split into microbatches."""
 
 import pytest
 import torch
 
-from hasten.utils.batch import chunk_batch
+from hasten.utils.batch import batch_size, chunk_batch
 
 
 @pytest.mark.parametrize(
@@ -15,3 +15,20 @@ def test_chunk_batch_gives_nearly_equal_nonempty_chunks(samples, count, sizes):
     assert [len(piece["x"]) for piece in cut] == sizes
     assert all(piece["scale"] is batch["scale"] for piece in cut)
     assert torch.equal(torch.cat([torch.arange(0), *(piece["x"] for piece in cut)]), batch["x"])
+
+
+IMAGES = [torch.zeros(3, 4 + index, 5) for index in range(6)]  # of different sizes, so they stay a list
+BOXES = [{"boxes": torch.zeros(index, 4)} for index in range(6)]
+
+
+def test_list_of_images_is_as_many_samples():
+    batch = [IMAGES, torch.arange(6)]
+    assert batch_size(batch) == 6
+    assert [[len(images), len(labels)] for images, labels in chunk_batch(batch, 3)] == [[2, 2]] * 3
+    first, second = chunk_batch({"labels": torch.arange(6), "images": IMAGES, "targets": BOXES}, 2)
+    assert first["images"][0] is IMAGES[0] and second["images"][0] is IMAGES[3] and second["targets"] == BOXES[3:]
+
+
+def test_inputs_of_a_model_with_several_are_cut_each():
+    first, second = chunk_batch([[torch.arange(2), torch.arange(2)], torch.arange(2)], 2)
+    assert [len(first[0]), len(second[0])] == [2, 2] and first[0][1].tolist() == [0]

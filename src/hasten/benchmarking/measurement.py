@@ -179,7 +179,8 @@ class Measurement:
         measured = f"after {len(self.arms[0].blocks)} pairs of blocks in {rounds} of fresh processes"
         if self.verdict == UNSURE:
             end = ", and the budget is spent" if self.out_of_budget else ""
-            why = f"the interval {low} to {high} is too wide for a verdict {measured}{end}"
+            reason = "is too wide" if self.ratio.low <= 1 <= self.ratio.high else "comes too close to 1"
+            why = f"the interval {low} to {high} {reason} for a verdict {measured}{end}"
         elif self.verdict == SAME:
             why = f"{measured} the ratio is known to lie between {low} and {high}"
         else:

@@ -17,6 +17,7 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError
+from hasten.data.array_source import gathered, signed
 from hasten.data.buffer_pool import acquire
 from hasten.data.rng import SampleRng
 from hasten.utils.batch import copy_to_device
@@ -114,20 +115,21 @@ def runs_on_device(function: Callable) -> bool:
 
 def crop_on_device(images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding: int) -> torch.Tensor:
     """Returns the windows of the images' own size that begin at (top, left) of the images padded with zeros."""
-    padded = torch.nn.functional.pad(images, (padding,) * 4)
+    padded = torch.nn.functional.pad(signed(images), (padding,) * 4)
     planes = padded.view(len(images), -1, *padded.shape[-2:])
     height, width = images.shape[-2:]
     rows = copy_to_device(top[:, None] + torch.arange(height), images.device)
     columns = copy_to_device(left[:, None] + torch.arange(width), images.device)
     numbers = torch.arange(len(images), device=images.device)[:, None, None, None]
     channels = torch.arange(planes.shape[1], device=images.device)[:, None, None]
-    return planes[numbers, channels, rows[:, None, :, None], columns[:, None, None, :]].view(images.shape)
+    windows = planes[numbers, channels, rows[:, None, :, None], columns[:, None, None, :]]
+    return windows.view(images.dtype).view(images.shape)
 
 
 def flip_on_device(images: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Returns the images, those where ``chosen`` (bool, shape (rows,)) is True flipped left to right."""
     chosen = copy_to_device(chosen, images.device).view(-1, *[1] * (images.ndim - 1))
-    return torch.where(chosen, images.flip(-1), images)
+    return torch.where(chosen, signed(images).flip(-1), signed(images)).view(images.dtype)
 
 
 # ---- computation on the CPU
@@ -139,7 +141,7 @@ def _shifted(images: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
     last = (len(images) - 1) * size
     begins = torch.arange(0, last + 1, size) + shifts
     windows = images.contiguous().as_strided((last + 1, size), (1, 1))
-    torch.index_select(windows, 0, begins.clamp(0, last), out=moved.view(-1, size))
+    torch.index_select(signed(windows), 0, begins.clamp(0, last), out=signed(moved.view(-1, size)))
     outside = (begins < 0) | (begins > last)  # at the ends of the batch there is no neighboring image
     for row in outside.nonzero()[:, 0].tolist():
         moved[row] = images[row].roll(-int(shifts[row]))
@@ -174,8 +176,8 @@ def _axis_masks(padding: int, height: int, width: int, itemsize: int) -> tuple[t
 def _flip(images: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Flips the images where ``chosen`` (bool, shape (rows,)) is True left to right, in place."""
     rows, flat = chosen.nonzero()[:, 0], images.view(len(images), -1)
-    selected = torch.index_select(flat, 0, rows, out=acquire((len(rows), flat.shape[1]), flat.dtype))
-    flipped = selected.view(-1, *images.shape[1:]).flip(-1).view(selected.shape)
+    selected = gathered(flat, rows)
+    flipped = signed(selected).view(-1, *images.shape[1:]).flip(-1).view(selected.shape)
     # assignment in NumPy is twelve times as fast as index_copy_
     flat.view(torch.uint8).numpy()[rows.numpy()] = flipped.view(torch.uint8).numpy()
     return images

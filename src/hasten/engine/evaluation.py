@@ -49,12 +49,11 @@ def _measure(program: Program, model: torch.nn.Module, sum_over_ranks: SumOverRa
     own = task.loss is None
     modes = [(module, module.training) for module in model.modules()]  # parts may be frozen in evaluation mode
     loss_of, device = task.loss or own_loss, program.run.device
-    # a sharded model gathers weights with which it trains on: no inference tensors
-    without_gradients = torch.no_grad if _all_ranks_evaluate(program) else torch.inference_mode
 
     model.eval()
     try:
-        with preserve_rng_state(), without_gradients():
+        # not inference_mode: a model may differentiate in its forward pass, or cache tensors with which it trains on
+        with preserve_rng_state(), torch.no_grad():
             # not program.to_device, which may augment
             batches = (copy_to_device(batch, device) for batch in validation.epoch(0, 0))
             if task.evaluate is not None:

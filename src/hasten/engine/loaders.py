@@ -49,6 +49,7 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
             persistent_workers=spec.persistent_workers and spec.num_workers > 0 and not persistent,
             worker_init_fn=partial(_init_worker, getattr(spec.loader, "worker_init_fn", None), flushes_denormals()),
             generator=torch.Generator().manual_seed(derive_seed(spec.seed, epoch)),  # not the run's own
+            **_worker_options(spec.loader, spec.num_workers),
         )
         if built.persistent_workers:
             persistent.append((built, sampler))
@@ -71,6 +72,13 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
         seekable=spec.loader is None,
         generators=_generators_of(spec.loader),
     )
+
+
+def _worker_options(loader: DataLoader[Any] | None, num_workers: int) -> dict[str, Any]:
+    """How a DataLoader starts its workers and waits for them, for one that is built in its place."""
+    if loader is None or not num_workers:
+        return {}
+    return {name: getattr(loader, name) for name in ("multiprocessing_context", "timeout", "in_order")}
 
 
 def _is_open(generator: ReferenceType[Iterator[Batch]]) -> bool:
@@ -111,6 +119,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
             worker_init_fn=loader.worker_init_fn,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
+            **_worker_options(loader, loader.num_workers),
         )
         spec = _spec_of(loader, seed, training)
     elif training and batch_size != (loader.batch_size or task_batch_size or 1):

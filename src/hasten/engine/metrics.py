@@ -56,8 +56,13 @@ def _accuracy(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
     scores = logits_of(output)
     if scores.ndim == target.ndim or scores.shape[-1] == 1:  # binary: one score per sample, compared with 0
         return ((_reshape_like(scores, target) > 0) == (target > 0.5)).double().mean()
-    classes = 1 if scores.shape[:1] + scores.shape[2:] == target.shape else -1  # dimension 1 as in torch, or the last
-    return (_reshape_like(scores.argmax(classes), target) == target).double().mean()
+    in_first, in_last = scores.shape[:1] + scores.shape[2:] == target.shape, scores.shape[:-1] == target.shape
+    if in_first and in_last and scores.ndim > 2:
+        shape = f"scores of shape {tuple(scores.shape)}, whose second or last dimension may be that of the classes"
+        raise RunError(f"the accuracy is ambiguous for {shape}; give Task(metric=) a function of output and target")
+    hits = _reshape_like(scores.argmax(1 if in_first else -1), target) == target  # dimension 1 as in torch, or the last
+    counted = target >= 0  # negative targets are ignored, as -100 in torch's losses
+    return (hits & counted).double().sum() / counted.sum().clamp(min=1)
 
 
 def _mean_power(exponent: int, output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:

@@ -11,7 +11,8 @@ from hasten.core.task import Task
 from hasten.core.types import OptimizerFactory, StepFn
 from hasten.distributed.dtensor_state import clip_norm
 from hasten.engine.metrics import name_of
-from hasten.utils.optimizers import OptimizerList, optimizer_and_schedule, takes_steps
+from hasten.utils.optimizers import OptimizerList, optimizer_and_schedule, parameters_outside, takes_steps
+from hasten.utils.tensor_list import TensorList
 
 
 def build_optimizer(task: Task, fold: Callable[[str, Any], Any], run: RunContext) -> tuple[torch.optim.Optimizer, Any]:
@@ -22,7 +23,8 @@ def build_optimizer(task: Task, fold: Callable[[str, Any], Any], run: RunContext
     if task.schedule_interval == "epoch" and takes_steps(task.optimizer):
         reason = "an optimizer function that takes steps makes a schedule that counts steps"
         raise ConfigurationError(f'Task(schedule_interval="epoch") counts epochs, but {reason}; choose one of them')
-    make = fold("optimizer", _noting_plateau(_with_steps(task.optimizer, run.plan.steps), task, run))
+    make = _saving_outside(_noting_plateau(_with_steps(task.optimizer, run.plan.steps), task, run), run)
+    make = fold("optimizer", make)
     optimizer, schedule = optimizer_and_schedule(make(run.unwrapped_model))
     if isinstance(optimizer, OptimizerList) and task.step is None:
         advice = "give Task(step=), a generator that yields a loss for each"
@@ -57,6 +59,28 @@ def _noting_plateau(make_optimizer: OptimizerFactory, task: Task, run: RunContex
             if cast(Any, schedule).mode != mode:
                 metric = f"the metric of the task, {name_of(task)}"
                 raise ConfigurationError(f'ReduceLROnPlateau waits for {metric}; give it mode="{mode}"')
+        return made
+
+    return make
+
+
+def _saving_outside(make_optimizer: OptimizerFactory, run: RunContext) -> OptimizerFactory:
+    """``make_optimizer``, whose parameters outside the model, such as those of a loss, become part of checkpoints.
+
+    ConfigurationError for several processes, which average the gradients of the model only.
+    """
+
+    def make(model: torch.nn.Module) -> Any:
+        made = make_optimizer(model)
+        optimizer, _ = optimizer_and_schedule(made)
+        outside = parameters_outside(model, optimizer) if hasattr(optimizer, "param_groups") else []
+        if outside and not run.ranks.is_single_process:
+            text = f"the optimizer trains {len(outside)} parameters that are not in the model"
+            raise ConfigurationError(
+                f"{text}; several processes share only those of the model, so make them part of it"
+            )
+        if outside:
+            run.checkpoint_state["optimizer"] = TensorList(weight.detach() for weight in outside)
         return made
 
     return make

@@ -133,7 +133,10 @@ def takes_any_option(cls: type[Method]) -> bool:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a user's Python file as a module, once per process; ConfigurationError if it is missing or raises."""
+    """Imports a user's Python file as a module, once per process; ConfigurationError if it is missing or raises.
+
+    Its directory stays on the path, at the end: functions of the file may import other files beside it.
+    """
     path = path.resolve()
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
@@ -144,14 +147,15 @@ def import_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # loader workers look its classes up here
-    sys.path.insert(0, str(path.parent))
+    directory = str(path.parent)
+    sys.path.insert(0, directory)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigurationError(f"{path.name} does not import: {format_error(error)}{line_in(error, path)}") from None
     finally:
-        sys.path.remove(str(path.parent))
+        sys.path[:] = [*(entry for entry in sys.path if entry != directory), directory]
     return module
 
 

@@ -145,8 +145,8 @@ class ScriptProcess:
                 seconds_to_wait(None, deadline)
                 raise timeout_error(timeout)
             raise ConfigurationError(
-                f"{self.script.name} did not train within {time.monotonic() - self.began:.0f} s, its part of the budget: "
-                "no backward pass; give a larger --budget, or a command that trains"
+                f"{self.script.name} did not train within {time.monotonic() - self.began:.0f} s, its part of the "
+                "budget: no backward pass; give a larger --budget, or a command that trains"
             )
         if not wait([self.listener], 0):
             self._explain_end()

@@ -37,6 +37,7 @@ from hasten import (
 from hasten._torch_compat import foreach_zero_
 from hasten.core.errors import format_error
 from hasten.utils.batch import batch_size, batch_tensors, map_tensors
+from hasten.utils.optimizers import parameters_outside
 from hasten.utils.tree import bitwise_equal, tree_leaves
 
 NO_ROOM = (
@@ -99,7 +100,7 @@ class CudaGraph(Method):
     def zero_grad(self, zero_grad: StepFn, run: RunContext) -> StepFn:
         if run.device.type != "cuda" or run.parallel is not None:
             return zero_grad
-        parameters = list(run.model.parameters())
+        parameters = _trained_parameters(run)
 
         def zero_in_place() -> None:
             foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
@@ -149,7 +150,7 @@ def _capture(forward_backward: ForwardFn, batch: Batch, run: RunContext) -> Forw
 def _save_state(run: RunContext) -> Callable[[], None]:
     """Saves buffers, gradients and random state; returns the function that restores them."""
     buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
-    parameters = list(run.model.parameters())
+    parameters = _trained_parameters(run)
     gradients = {parameter: parameter.grad.clone() for parameter in parameters if parameter.grad is not None}
     random_state = torch.cuda.get_rng_state(run.device)
 
@@ -166,6 +167,10 @@ def _save_state(run: RunContext) -> Callable[[], None]:
         torch.cuda.set_rng_state(random_state, run.device)
 
     return restore
+
+
+def _trained_parameters(run: RunContext) -> list[torch.nn.Parameter]:
+    return [*run.model.parameters(), *parameters_outside(run.model, run.optimizer)]
 
 
 def signature_of(batch: Batch) -> list[Any]:

@@ -12,6 +12,7 @@ from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.types import BackwardFn, Batch, ForwardFn, StepFn
 from hasten.utils.autocast import autocast_obstacle
 from hasten.utils.observe_step import observe_precision
+from hasten.utils.optimizers import parameters_outside
 
 INITIAL_SCALE, BACKOFF, GROWTH = 2.0**16, 0.5, 2.0
 GROWTH_INTERVAL = 2000  # consecutive steps without overflow until the scale grows
@@ -76,7 +77,9 @@ class Float16(Method):
         scale: LossScale | None = run.checkpoint_state.get(self.name)
         if scale is None:
             return grad_transform
-        parameters = list(run.model.parameters())
+        # several processes shard what the optimizer has, which is all in the model then
+        outside = [] if run.parallel else parameters_outside(run.model, run.optimizer)
+        parameters = [*run.model.parameters(), *outside]
 
         def unscale_gradients() -> None:
             grad_transform()

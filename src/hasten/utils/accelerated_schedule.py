@@ -38,7 +38,9 @@ class AcceleratedSchedule:
         self.step_count += 1
         due = self.step_count / self.factor
         due = round(due) if self.factor < 1 else int(due + 1e-9)  # an epoch ends with its last step
-        while self.advanced < due:
+        # the run's steps are rounded, and OneCycleLR refuses to go beyond its end
+        last = min((one.total_steps for one in self._schedulers if hasattr(one, "total_steps")), default=due)
+        while self.advanced < min(due, last):
             self.schedule.step()
             self.advanced += 1
 

@@ -50,13 +50,15 @@ def batch_tensors(batch: Batch) -> list[torch.Tensor]:
 
 def batch_size(batch: Batch) -> int:
     """Number of samples: the first dimension of the first tensor that is not a scalar; 1 without one. Of a graph, the
-    number of its seed nodes.
+    number of its seed nodes. A tensor in the batch itself comes before those in its lists, which may be samples.
     """
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and (shape := batch[0].shape):
         return shape[0]  # the usual case, fast: one tensor is touched once
     if is_graph(batch):
         return num_seeds(batch)
-    return next((tensor.shape[0] for tensor in batch_tensors(batch) if tensor.ndim), 1)
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    direct = (item.shape[0] for item in items if isinstance(item, torch.Tensor) and item.ndim)
+    return next(direct, None) or next((tensor.shape[0] for tensor in batch_tensors(batch) if tensor.ndim), 1)
 
 
 def copy_to_device(batch: Batch, device: torch.device) -> Batch:
@@ -76,8 +78,9 @@ def copy_to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def chunk_batch(batch: Batch, count: int) -> list[Batch]:
-    """The batch cut along its first dimension into at most ``count`` views of nearly equal size, none empty; tensors of
-    another length and other values are in each as they are. RunError for a graph, whose samples share their neighbors.
+    """The batch cut along its first dimension into at most ``count`` views of nearly equal size, none empty. Lists of
+    samples are cut, too; tensors of another length and other values are in each as they are. RunError for a graph,
+    whose samples share their neighbors.
     """
     total = batch_size(batch)
     count = max(1, min(count, total))
@@ -86,8 +89,20 @@ def chunk_batch(batch: Batch, count: int) -> list[Batch]:
         raise RunError(f"a graph cannot be cut into microbatches, because its nodes share their neighbors; {advice}")
     edges = [total * i // count for i in range(count + 1)]
 
+    def has_all(item: Any) -> bool:
+        return isinstance(item, torch.Tensor) and item.ndim > 0 and item.shape[0] == total
+
+    def is_list_of_samples(node: Any) -> bool:
+        """Images of different sizes, or targets of detection; not the inputs of a model with several."""
+        if type(node) is not list or len(node) != total or node is batch or all(map(has_all, node)):
+            return False
+        return all(isinstance(item, (torch.Tensor, Mapping)) for item in node)
+
     def cut(low: int, high: int) -> Batch:
-        return map_tensors(lambda t: t[low:high] if t.ndim and t.shape[0] == total else t, batch)
+        def of_part(node: Any) -> Any:
+            return node[low:high] if has_all(node) or is_list_of_samples(node) else node
+
+        return tree_map(of_part, batch, is_list_of_samples)
 
     return [cut(low, high) for low, high in pairwise(edges) if high > low]
 

@@ -33,6 +33,12 @@ def optimizer_and_schedule(made: Any) -> tuple[Any, Any]:
     return optimizer, ScheduleList(schedule) if isinstance(schedule, list) else schedule  # pyright: ignore[reportUnknownArgumentType]
 
 
+def parameters_outside(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
+    """The parameters of an optimizer that the model does not hold, such as those of a loss."""
+    held = set(map(id, model.parameters()))
+    return [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) not in held]
+
+
 def takes_steps(make_optimizer: Callable[..., Any]) -> bool:
     """Whether a task's optimizer function takes ``(model, steps)`` rather than ``(model)``."""
     try:
