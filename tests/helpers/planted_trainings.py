@@ -2,12 +2,11 @@
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import Budget, OutOfBudgetError
-from hasten.tuning.confirm import (
-    confirm,
-)
+from hasten.tuning.confirm import confirm
 from hasten.tuning.training import Baseline
 from helpers.planted_study import frozen
 
@@ -34,6 +33,7 @@ class PlantedTrainings:
     ran: list[tuple[str, int]] = field(default_factory=list)
     notes: dict[str, tuple[str, str]] = field(default_factory=dict)
     horizon: float = 1.0
+    task: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(command=""))  # not of a script
     stored: tuple[tuple[str, int], ...] = ()  # runs of an earlier search
 
     def has_run(self, recipe: Recipe, seed: int) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning
+from hasten.hosts import sandbox
 from hasten.hosts.arm import ScriptArm
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
@@ -106,3 +107,37 @@ def test_process_of_a_script_without_checkpoint_hides_nothing(tmp_path):
     with ScriptProcess(ref, {}) as process:
         process.wait_until_trained(60.0, None)
         assert not process.found_checkpoints()
+
+
+@pytest.fixture
+def in_a_copy(monkeypatch):
+    """No namespaces, as in a container: each trial runs in a copy of its directory, at another path."""
+    monkeypatch.setattr(sandbox, "_overlay_obstacle", lambda box: "namespaces are not permitted")
+
+
+@pytest.mark.usefixtures("in_a_copy")
+@pytest.mark.filterwarnings("ignore:what trials write")
+def test_script_in_a_copy_has_its_sites_and_starts_at_step_0(tmp_path):
+    before = write_checkpoint(tmp_path / "last.pt", STEPS // 2)
+    ref = script(tmp_path, RESUMING)
+    with pytest.warns(HastenWarning, match=rf"resumes from {tmp_path}/last\.pt; its trials start without"):
+        assert watch_script(ref)["total_steps"] == STEPS
+    sites = ref.sites()
+    assert sites is not None and sites["optimizers"][0]["site"].startswith("train.py:")
+    with ScriptArm(ref, methods={"flush_denormals": {}}, device="cpu", seed=0, timeout=60.0) as arm:
+        assert arm.build()["steps"] == STEPS
+    assert (tmp_path / "last.pt").read_bytes() == before
+
+
+def test_checkpoint_that_no_sandbox_covers_is_refused_and_stays(tmp_path, monkeypatch):
+    """Such as one on a disk below /run: what a trial removes there is the user's own."""
+    outside = tmp_path / "disk" / "last.pt"
+    outside.parent.mkdir()
+    before = write_checkpoint(outside, STEPS // 2)
+    project = tmp_path / "project"
+    project.mkdir()
+    text = RESUMING.replace('"last.pt"', repr(str(outside)))
+    monkeypatch.setattr("hasten.hosts.process.writable_places", lambda: [])
+    with pytest.warns(HastenWarning), pytest.raises(ConfigurationError, match=r"last\.pt, which cannot be hidden from"):
+        watch_script(script(project, text))
+    assert outside.read_bytes() == before

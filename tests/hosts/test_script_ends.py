@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hasten.core.errors import ConfigurationError, MemoryExhaustedError
+from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError
 from hasten.hosts import process
 from hasten.hosts.process import ScriptProcess, _reason
 from hasten.hosts.script_ref import ScriptRef
-from hasten.hosts.services import ScriptTrial
+from hasten.hosts.services import ScriptTrial, watch_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 TRAINS = """
@@ -148,3 +148,40 @@ def test_reason_is_the_first_line_of_an_error_message_of_several_lines():
     lines = ["Traceback (most recent call last):", '  File "/home/user/train.py", line 7, in <module>', "    load()"]
     message = ["_pickle.UnpicklingError: Weights only load failed.", "Check the documentation of torch.load."]
     assert _reason("\n".join(lines + message)) == f"{message[0]} (train.py:7)"
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(1)", "os._exit(1)"])
+def test_script_that_catches_its_error_and_exits_has_failed(ending, tmp_path):
+    """As one under Hydra, which catches all errors."""
+    second = f"""
+import atexit, sys
+def leave():
+    {ending}
+"""
+    ref = written(tmp_path, 20, second=second)
+    (tmp_path / "train.py").write_text((tmp_path / "train.py").read_text() + "leave()\n")
+    with pytest.raises(ConfigurationError, match="failed by itself with exit code 1"):
+        watch_script(ref)
+    with pytest.raises(RunError, match="failed with exit code 1"):
+        ScriptTrial(ref, methods={"flush_denormals": {}}).run()
+
+
+def test_process_that_is_killed_is_taken_as_one_that_lacked_memory(tmp_path):
+    """So that the trial store does not remember it as a failure of the recipe."""
+    ref = written(tmp_path, 20, second="os.kill(os.getpid(), 9)")
+    with pytest.raises(MemoryExhaustedError, match="memory ran out"):
+        watch_script(ref)
+
+
+def test_evaluations_of_a_model_that_stays_in_training_mode_lie_where_they_were(tmp_path):
+    second = "print('val loss 0.9')"
+    ref = written(tmp_path, 60, second=second, pause=0.05)
+    text = (
+        (tmp_path / "train.py")
+        .read_text()
+        .replace("optimizer.step()", "optimizer.step()\n    print('val loss', 1 / (step + 1))")
+    )
+    (tmp_path / "train.py").write_text(text.replace('print("val loss 0.5")', ""))
+    run = ScriptTrial(ref).run()
+    steps = [row["step"] for row in run["evaluations"]]
+    assert run["steps"] == 60 and steps == sorted(steps) and 0 < steps[-1] <= 60

@@ -1,5 +1,6 @@
 """A command as a task: what is refused before anything runs, its name, its fingerprint, and the hooks of its host."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from hasten.tuning.budget import Budget
 from hasten.tuning.candidates import MethodSelection, candidates_for
 from hasten.tuning.study import Study
 from hasten.tuning.trial_store import TrialStore
+from hasten.tuning.tune import search_directory
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -235,3 +237,20 @@ def test_check_on_a_gpu_asks_for_deterministic_algorithms():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["True", "True", ":4096:8"]
+
+
+def test_search_of_another_command_has_a_directory_of_its_own(tmp_path, monkeypatch):
+    """So that no result is replaced; the same command finds its own again."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    small, large = (ScriptRef.of_command([sys.executable, "train.py", "--width", width]) for width in ("8", "512"))
+    assert search_directory(small) == search_directory(large) == Path("runs/tune-train")
+    for ref in (small, large):
+        (directory := search_directory(ref)).mkdir(parents=True)
+        (directory / "search.json").write_text(json.dumps({"command": ref.command}))
+    assert [search_directory(ref).name for ref in (small, large, small)] == ["tune-train", "tune-train-2", "tune-train"]
+    assert search_directory(large, "elsewhere") == Path("elsewhere")
+
+
+def test_argument_that_is_longer_than_the_name_of_a_file_is_accepted():
+    assert script("--config", json.dumps({"layers": list(range(200))})).fingerprint().startswith("tensors-")

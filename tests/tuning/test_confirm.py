@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
 from hasten.tuning.confirm import (
     EXACT_PAIRS,
@@ -19,7 +20,8 @@ from hasten.tuning.confirm import (
 from hasten.tuning.gate import LOOKS
 from hasten.tuning.time_to_target import Counts, time_to_target
 from hasten.tuning.training import Baseline
-from hasten.tuning.training_stage import _finding_of
+from hasten.tuning.training_stage import _finding_of, _to_prove
+from hasten.utils.durations import parse_budget
 from helpers.planted_trainings import (
     FAST,
     FASTER,
@@ -359,3 +361,12 @@ def test_confirm_counts_a_run_of_the_baseline_once():
     without = Baseline([0, 1, 2], [], TARGET, MARGIN, True, [])
     lows = [confirm(study, [FASTER], each, 5.0)[0].gate.difference["low"] for each in (again, without)]
     assert lows[0] == lows[1]
+
+
+def test_budget_that_would_prove_a_script_pays_for_a_watched_run_of_it():
+    """A search that continues first watches a whole run, in at most half of its time."""
+    attempt = confirmed(PlantedTrainings({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,))
+    attempt.speedup, state = Ratio(2.0, 1.9, 2.1), SimpleNamespace(run_seconds=60.0, findings=[])
+    of_task, of_script = (_to_prove(state, attempt, False, of_script) for of_script in (False, True))
+    seconds = [parse_budget(text.rpartition("+")[2]) for text in (of_task, of_script)]
+    assert seconds[1] - seconds[0] >= 60 and seconds[1] >= 150

@@ -1,11 +1,16 @@
 """Comparison of runs on the same seeds, by seconds and by samples. Outcomes are planted."""
 
+import math
 from typing import Any
 
 import pytest
 
+from hasten.benchmarking.compare import Comparison
+from hasten.benchmarking.measurement import ArmSamples
+from hasten.benchmarking.ratio import Ratio
+from hasten.core.recipe import Recipe
 from hasten.tuning.study import is_in
-from hasten.tuning.systems import check_verdict
+from hasten.tuning.systems import _compare_losses, check_verdict
 from hasten.tuning.training import Baseline, Outcome, seconds_of
 from hasten.tuning.training_stage import run_baseline
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
@@ -139,3 +144,17 @@ def test_metric_near_the_margin_may_be_as_good_but_is_not_surely():
 def test_method_is_found_in_the_text_of_a_recipe_by_its_whole_name(what, expected):
     assert is_in("x.py:Slow", what) is expected
     assert not is_in("x.py:Slow", what.replace("Slow", "Slower"))
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"), [([1.0] * 6, "passed"), ([1.0] * 5 + [None], "refused"), ([1.1] * 6, "refused")]
+)
+def test_lower_precision_whose_losses_are_higher_or_not_finite_is_refused(after, verdict):
+    assert _compare_losses({"losses": {"a": [1.0] * 6, "b": after}}, "checked")[0] == verdict
+
+
+def test_block_with_a_loss_that_is_not_finite_can_be_stored():
+    """A script that is run as it is may print such a loss, or have none."""
+    arms = [ArmSamples(Recipe(), blocks=[{"round": 1, "loss": loss, "position": 8}]) for loss in (math.nan, 2.0)]
+    comparison = Comparison("unsure", Ratio(1.0, 0.9, 1.1), *arms, why="", seconds=1.0, noise={})
+    assert comparison.losses() == {"samples": [8], "a": [None], "b": [2.0]}

@@ -7,6 +7,7 @@ processes, show how much two processes of one recipe differ. Two arms that do no
 the other, as whole processes, and the result says so.
 """
 
+import math
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -78,13 +79,16 @@ class Comparison:
         }
         return cast(CompareResult, result)
 
-    def losses(self) -> dict[str, list[float]]:
+    def losses(self) -> dict[str, list[Any]]:
         """Mean training loss of each block, by arm, and the ``samples`` trained on until its end, the same for both.
 
-        Those of the first round: the other rounds train the same again.
+        Those of the first round: the other rounds train the same again. None: there was none, or it is not finite.
         """
         a, b = ([block for block in arm.blocks if block["round"] == 1] for arm in (self.a, self.b))
-        losses = {name: [block["loss"] for block in blocks] for name, blocks in (("a", a), ("b", b))}
+        losses = {
+            name: [block["loss"] if math.isfinite(block["loss"]) else None for block in blocks]
+            for name, blocks in (("a", a), ("b", b))
+        }
         return {"samples": [block["position"] for block in a], **losses}
 
 

@@ -205,7 +205,9 @@ class ScriptArm(ScriptWorker):
                 samples = block["count"] * self.samples_per_step
                 self.position += samples
                 losses = block.pop("losses")
-                loss = fmean(losses) if losses else math.nan
+                loss = fmean(losses) if losses else math.nan  # nan: the script makes its gradients without a loss
+                if losses and self.methods and not math.isfinite(loss):
+                    raise RunError(f"the loss of {self.script.name} is not finite after {self.steps} steps")
                 block["untimed"] += untimed
                 of_block = {"samples": samples, "position": self.position, "loss": loss, "evaluations": evaluations}
                 return {**block, **of_block}

@@ -24,6 +24,7 @@ MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 SIGPIPE, SIGXFSZ, SIG_DFL = 13, 25, None
 NO_SANDBOX, NOT_EXECUTABLE, NOT_FOUND = 125, 126, 127  # as `docker run` and `env` exit
 SHARED_MEMORY = "/dev/shm"  # also in sandbox.py
+COPY = "HASTEN_COPY"  # the copy in which the command runs; also in inside_files.py
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -200,6 +201,7 @@ def _enter_copy(cwd: str, layer: str, command: list[str]) -> list[str]:
                 os.unlink(link)
                 os.symlink(target, link)
     os.chdir(copy)
+    os.environ[COPY] = os.path.realpath(copy)
     in_directory = re.compile(rf"(?<![\w./-]){re.escape(cwd)}(?=[/:]|$)")
     for variable in {"PWD", "PYTHONPATH"} & os.environ.keys():
         os.environ[variable] = in_directory.sub(lambda _: copy, os.environ[variable])

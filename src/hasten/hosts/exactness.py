@@ -140,10 +140,11 @@ def check_exactness(trial: ScriptWorker, base: dict[str, Any], exactness: str) -
         exactness: Name of the exactness class, such as "BIT_EXACT".
 
     Returns:
-        ``passed``, ``number`` and ``why`` as ``ExactnessCheck`` has them, and ``statistics``: True if the script is
-        not reproducible, so that nothing is proven.
+        ``passed``, ``number``, ``why`` and ``reproducible`` as ``ExactnessCheck`` has them, and ``statistics``: True if
+        the script is not reproducible, so that nothing is proven.
     """
     runs, candidate = _Runs(trial), trial.methods
+    runs.forget_other_bases(base)
     runs.expect(_first_runs(runs, base, candidate, exactness))
     try:
         if exactness == Exactness.EQUIVALENT_MATH.name:
@@ -199,6 +200,12 @@ class _Runs:
         self.tested_in_double: dict[str, Any] | None = None  # methods of the run that shows whether float64 is possible
         self.expected = dict[_Key, tuple[dict[str, Any], int]]()  # methods, steps
         self.begun = dict[_Key, ScriptProcess]()
+
+    def forget_other_bases(self, base: dict[str, Any]) -> None:
+        """Frees the weights of runs that no later check needs: those of earlier recipes to compare with."""
+        needed = {str(Recipe({**one, **how})) for one in ({}, base) for how in ({}, DOUBLE, SINGLE, ROUNDED)}
+        for key in [key for key in self.made if key[1].rpartition(" for ")[0] not in needed]:
+            del self.made[key]
 
     def expect(self, wanted: list[_Wanted]) -> None:
         """Takes the runs that will be asked for, in this order: methods, steps, and whether it is the second one."""
@@ -288,7 +295,9 @@ class _Runs:
         if nothing and CONDITIONS not in methods:
             raise RunError("; ".join(f"{method} {NO_EFFECT}: {why}" for method, why in nothing))
         directory = process.directory  # which both processes see
-        process.ask("save", *limits, path=f"{directory}/gradients", gradients=True)
+        with_gradients = steps == GRADIENT_STEPS
+        if with_gradients:
+            process.ask("save", *limits, path=f"{directory}/gradients", gradients=True)
         if answer["steps"] < steps and not answer.get("ended"):
             answer = process.ask("train", *limits, count=1)
             seconds = answer["seconds"] * (steps - answer["steps"])
@@ -298,7 +307,8 @@ class _Runs:
             process.ask("train", *limits, count=steps - answer["steps"])
         steps = process.ask("save", *limits, path=f"{directory}/weights")["steps"]
         alerts = list(dict.fromkeys(ALERT.findall(process.output(OUTPUT_BYTES))))
-        weights, gradients = (torch.load(directory / name, weights_only=True) for name in ("weights", "gradients"))
+        weights = torch.load(directory / "weights", weights_only=True)
+        gradients = torch.load(directory / "gradients", weights_only=True) if with_gradients else {}
         if not weights:
             raise RunError(f"{self.script.name} left no weights to compare after {steps} steps")
         if bad := [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]:
@@ -308,7 +318,8 @@ class _Runs:
 
 
 def _result(passed: bool, number: float, why: str, *, statistics: bool = False) -> dict[str, Any]:
-    return {"passed": passed, "number": number if math.isfinite(number) else None, "why": why, "statistics": statistics}
+    finite = number if math.isfinite(number) else None
+    return {"passed": passed, "number": finite, "why": why, "statistics": statistics, "reproducible": not statistics}
 
 
 def _judge_bit_exact(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:

@@ -209,6 +209,14 @@ class ScriptProcess:
             self.kill()
             raise
 
+    def check_end(self) -> None:
+        """Lets a script that has ended leave; raises as ``ask`` if it does so with an error, as by ``sys.exit(1)``."""
+        assert self.connection is not None, "it has answered"
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(json.dumps({"call": "end"}).encode())
+        if wait([self.exit], END_S) and self.server.exit_code(self.pid) != 0:
+            self._explain_end()
+
     def rivals(self) -> int:
         """The number of processes of the script that train besides the one that answers."""
         return len(list(self.directory.glob(f"{RIVAL}-*")))
@@ -253,7 +261,8 @@ class ScriptProcess:
         if not ended:  # the signal was sent here
             text = f"{name} failed: {_reason(output)}"
         elif code is not None and code < 0:
-            text = f"{name} was ended by {signal.Signals(-code).name}"
+            cause = ", probably because memory ran out" if code == -signal.SIGKILL else ""
+            text = f"{name} was ended by {signal.Signals(-code).name}{cause}"
         else:
             text = f"{name} failed by itself with exit code {code}: {_reason(output)}"
         from hasten._torch_compat import is_gpu_taken, is_out_of_memory  # need torch, unlike a training for real

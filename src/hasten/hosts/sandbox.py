@@ -46,7 +46,7 @@ PREFIX = "hasten-sandbox-"
 INTERPRETER = sys.executable or "python3"
 ENTER = Path(__file__).with_name("enter_sandbox.py")
 NEVER_OVERLAID = ("/dev", "/proc", "/sys")  # devices and the kernel's files are no data of the user
-VAR_TMP, SHARED_MEMORY = "/var/tmp", "/dev/shm"  # where programs write below directories of the system
+VAR_TMP, SHARED_MEMORY, REMOVABLE_DISKS = "/var/tmp", "/dev/shm", "/run/media"  # below directories of the system
 OF_THE_SYSTEM = "bin boot dev etc lib lib32 lib64 libx32 lost+found nix proc run sbin snap sys usr var"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 MPS_PIPES = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # to the server that shares a GPU
@@ -114,7 +114,16 @@ class Sandbox:
         Args:
             argv: The command.
             hidden: Absolute paths of files and directories that it shall not find.
+
+        Raises:
+            ConfigurationError: A hidden path is outside of what the sandbox covers: it would be the user's own.
         """
+        for path in hidden:
+            if not _covers(self.directories, path) or _covers(self.shared, path):
+                raise ConfigurationError(
+                    f"the command resumes from {path}, which cannot be hidden from a trial; leave that option out, or "
+                    f"copy the file to {self.cwd}"
+                )
         enter = [INTERPRETER, "-I", "-S", str(ENTER), self.isolation, str(self.directory), self.cwd]
         return [*enter, *self.directories, "--", *self.shared, "--", *hidden, "--", *argv]
 
@@ -136,7 +145,8 @@ def writable_places() -> list[str]:
     found = [
         f"/{name}" for name in os.listdir("/") if name not in OF_THE_SYSTEM.split() and not os.path.islink(f"/{name}")
     ]
-    found += map(os.path.realpath, (os.path.expanduser("~"), VAR_TMP, SHARED_MEMORY))  # below those of the system
+    # below those of the system
+    found += map(os.path.realpath, (os.path.expanduser("~"), VAR_TMP, SHARED_MEMORY, REMOVABLE_DISKS))
     return sorted(path for path in found if os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) and path != "/")
 
 

@@ -112,7 +112,7 @@ class ScriptRef(TaskRef):
         digest = hashlib.sha256(json.dumps([self.argv, self.directory]).encode())
         named = (Path(self.directory, argument) for argument in self.argv[1:])
         below = _code_files(Path(self.file).parent if self.file else Path(self.directory))
-        for path in filter(Path.is_file, [*below, *named]):  # editors leave links to nothing
+        for path in filter(os.path.isfile, [*below, *named]):  # editors leave links to nothing; arguments may be long
             if path.stat().st_size <= MAX_BYTES:
                 digest.update(path.read_bytes())
         return f"{self.name}-{digest.hexdigest()[:16]}"

@@ -23,6 +23,7 @@ UNKNOWN_LENGTH_WATCH_S = 300.0  # the same, where the length of the run is unkno
 WHOLE_RUN_SHARE = 0.16  # of the budget, for a first run that has to be a whole one: with --vary or --metric
 FIRST_METRIC_CHECK_S = 1.0  # of training, after which --metric is looked for in the output; then after twice the time
 BUDGET_RUNS = 16  # of the script, that a recommended budget is worth: in 8 % of it one ends, with a margin of a quarter
+LONGER_RUN = 1.25  # by which a whole run may take longer than an earlier search has found
 ENOUGH_BLOCKS = 3  # of the watched run, that an estimate rests on
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 
@@ -30,11 +31,13 @@ DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 class ScriptDescription(ScriptWorker):
     """The ``Description`` of a script: runs it without any method for a part of the budget, and returns what it saw."""
 
-    def facts(self, processes: int) -> dict[str, Any]:
+    def facts(self, processes: int, run_seconds: float | None = None) -> dict[str, Any]:
         """The keys of ``tuning.trial.Description.facts``, from a watched run of the script, and: ``no_whole_run``, why
         it did not end ("" if it did); ``default_budget``, seconds or None; ``varied``, argument -> value.
+
+        ``run_seconds``: of a whole run, which an earlier search has seen and this one waits for.
         """
-        site_map = watch_script(self.script, self.deadline)
+        site_map = watch_script(self.script, self.deadline, run_seconds)
         varied = _varied(self.script, site_map)
         why = "" if site_map["total_steps"] else _reason_run_is_too_long(site_map)
         if why and self.script.metric:
@@ -71,8 +74,10 @@ class ScriptTrial(ScriptWorker):
         return check_exactness(self, base, exactness)
 
 
-def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, Any]:
+def watch_script(script: ScriptRef, deadline: float | None = None, run_seconds: float | None = None) -> dict[str, Any]:
     """Runs a script unchanged for a while, or to its end if that comes sooner. Returns and remembers its site map.
+
+    With ``run_seconds``, those of a whole run, it is watched for as long where that is below half of the time.
 
     Raises:
         ConfigurationError: It failed, never trained, trains in several processes, or its metric is not clear.
@@ -88,7 +93,8 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         memory = process.ask("memory", None, deadline)
         host_memory = process.ask("memory", None, deadline, of_host=True)
         needs_whole_run = bool(script.vary or script.metric)
-        limit = (WHOLE_RUN_SHARE if needs_whole_run else WATCH_SHARE) * left
+        limit, whole_run = (WHOLE_RUN_SHARE if needs_whole_run else WATCH_SHARE) * left, LONGER_RUN * (run_seconds or 0)
+        limit = max(limit, whole_run) if whole_run < left / 2 else limit
         began, chunks = time.monotonic(), process.train_in_chunks(deadline)
         has_come, look = script.metric is None, began + FIRST_METRIC_CHECK_S
         while not answer.get("ended"):
@@ -104,8 +110,10 @@ def watch_script(script: ScriptRef, deadline: float | None = None) -> dict[str, 
         process.check_one_process()
         if process.found_checkpoints():  # it has saved to a file that it had loaded
             process.close()
-            return watch_script(script, deadline)
+            return watch_script(script, deadline, run_seconds)
         described = process.ask("describe", None, deadline)
+        if answer.get("ended"):
+            process.check_end()
         if not (has_come or answer.get("ended")):
             has_come = has_named_metric(script, process, described, enough=1)
         described |= {"watched_seconds": time.monotonic() - began, "watched_steps": answer["steps"]}

@@ -160,6 +160,8 @@ def run_to_end(trial: ScriptWorker, target: float | None = None, time_limit: flo
             if limit is not None and time.monotonic() > limit and not answer.get("ended"):
                 limit, pruned = None, not _has_reached(script, process, target, deadline)
         described = process.ask("describe", None, deadline)
+        if answer.get("ended"):
+            process.check_end()
         has_metric = not pruned or seen_metric(script, process, described)["name"]  # a pruned run may end before it
         found = metric_of_run(script, process, described) if has_metric else None
     if found is None and not pruned:
@@ -169,7 +171,8 @@ def run_to_end(trial: ScriptWorker, target: float | None = None, time_limit: flo
     rows = []
     for at, value in zip(found.seconds, found.values, strict=True) if found else ():
         index = bisect_right(times, at) - 1
-        step = marks[index][1] if index >= 0 else 0
+        # without a mark, as of a model that stays in training mode, the steps are taken as equally long
+        step = marks[index][1] if index >= 0 else round(answer["steps"] * min(1.0, at / described["seconds"]))
         metric = value if math.isfinite(value) else None
         rows.append({"step": step, "samples": step * per_step, "seconds": at, "metric": metric})
     if found and rows and rows[-1]["metric"] is None and not pruned:

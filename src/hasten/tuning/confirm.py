@@ -207,7 +207,7 @@ def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: floa
     if not quality_risks(attempt.recipe):
         check = study.check_exactness(Recipe(), attempt.recipe, loosest_exactness(attempt.recipe))
     attempt.looks += 1
-    for enough in sorted({EXACT_PAIRS if check.get("passed") else MIN_SEEDS, pairs}):
+    for enough in sorted({EXACT_PAIRS if _shows_exactness(check) else MIN_SEEDS, pairs}):
         try:
             why = _run_pairs(study, attempt, enough, baseline, check)
         except OutOfBudgetError:
@@ -320,6 +320,11 @@ def _run_original(study: Study, attempt: Confirmation, seed: int, baseline: Base
     return study.run(Recipe(), seed)
 
 
+def _shows_exactness(check: dict) -> bool:
+    """Whether a check was passed that does not rest on the size of differences between runs."""
+    return bool(check.get("passed")) and not check.get("statistics")
+
+
 def _is_sound(study: Study, baseline: Baseline) -> bool:
     """Whether the baseline's substitute ends as well as the original on the first seed, and holds the target there.
 
@@ -347,7 +352,7 @@ def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
     """
     if not attempt.paired:
         return
-    exact = bool(check.get("passed"))
+    exact = _shows_exactness(check)
     known = dict(zip(baseline.run_seeds, baseline.runs, strict=True))
     original = attempt.baseline_runs | {seed: run for seed, run in known.items() if seed not in attempt.baseline_runs}
     before, after = gate.final_metrics([original, attempt.tuned_runs], baseline.margin)

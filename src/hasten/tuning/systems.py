@@ -243,6 +243,8 @@ def _compare_losses(outcome: dict, why: str) -> tuple[str, str]:
     a, b = losses.get("a") or [], losses.get("b") or []
     if len(a) < 3 or len(a) != len(b):
         return "refused", f"{why}; too few steps were compared to see the loss"
+    if None in (*a, *b):
+        return "refused", f"{why}; the training loss of the compared steps is unknown, or not finite"
     later = slice(len(a) // 2, None)
     differences = [y - x for x, y in zip(a[later], b[later], strict=True)]
     change, size = fmean(differences), abs(fmean(a[later])) or 1.0

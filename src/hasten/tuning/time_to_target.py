@@ -96,4 +96,4 @@ def _rounding(rows: list[tuple[int, int]]) -> float:
 
     The error of a count is uniform over the distance of two evaluations; its standard deviation is that / sqrt(12).
     """
-    return fmean(since / samples for samples, since in rows) / math.sqrt(12)
+    return fmean(since / max(1, samples) for samples, since in rows) / math.sqrt(12)

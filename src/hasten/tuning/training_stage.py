@@ -10,6 +10,7 @@ from hasten.benchmarking.ratio import Ratio
 from hasten.core.errors import RunError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import drop_distributed
+from hasten.hosts.services import LONGER_RUN
 from hasten.tuning import finding
 from hasten.tuning.ablation import contributions, leave_one_out
 from hasten.tuning.budget import OutOfBudgetError
@@ -239,12 +240,12 @@ def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whol
         where + attempt.why,
         attempt.training_speedup,
         attempt.gate.difference,
-        to_prove="" if is_proven else _to_prove(state, attempt, is_whole),
+        to_prove="" if is_proven else _to_prove(state, attempt, is_whole, bool(study.task.command)),
         comparison=attempt.comparison,
     )
 
 
-def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool) -> str:
+def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool, of_script: bool) -> str:
     """What it would take to prove the recipe of an attempt: seeds and budget."""
     result, seconds = attempt.gate, state.run_seconds
     if result.difference and result.difference["mean"] <= -result.margin:
@@ -270,4 +271,6 @@ def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool) -> str:
     more = (seeds / attempt.speedup.median + of_original) * seconds
     if exact and seeds > of_original:
         more += (seeds - of_original + 1) * seconds / exact.speedup  # one run more shows that it ends as well
+    if of_script:  # a search that continues first watches a whole run, in at most half of its time
+        more = max(more + LONGER_RUN * seconds, 2 * LONGER_RUN * seconds)
     return f"{seeds} more seeds, about {format_duration(more)}: --budget +{duration_option(more)}"

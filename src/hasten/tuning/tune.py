@@ -12,6 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,9 @@ def tune(
     clock = Budget(float("inf") if seconds is None else seconds)
     clock.began -= spent
     try:
-        if continues:
-            _earlier_result(directory, {"margin": margin})  # a search that cannot be continued runs nothing
-        facts = _describe(task, processes, clock)
+        # a search that cannot be continued runs nothing
+        before = _earlier_result(directory, {"margin": margin}) if continues else {}
+        facts = _describe(task, processes, clock, before.get("baseline_seconds"))
         used: str = task.device(asked)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
             why = facts.get("no_whole_run") or "the task has none; add it, or choose exact or precision"
@@ -153,8 +154,7 @@ def tune(
         target=facts["target"],
         source_hashes=selection.source_hashes(),
     )
-    text = json.dumps(settings, indent=1, default=str)
-    atomic_write(directory / "search.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
+    text = json.dumps({**settings, "command": task.command}, indent=1, default=str)
     state = SearchState(margin=margin, level=LEVELS[evidence] if evidence else DEFAULT_LEVEL)
 
     def save(is_partial: bool = True) -> TuneResult:
@@ -165,6 +165,8 @@ def tune(
         of_search = {"others_percent": noise.summary(0.0, 0.0)["others_percent"]}
         result["system_noise"] = {**result["system_noise"], **of_search}
         write(directory, result)
+        # last: it says that the result is one of this search
+        atomic_write(directory / "search.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
         task.write_sites(directory, Recipe(result["recipe"] or {}))
         return result
 
@@ -220,19 +222,34 @@ def _run_stages(study: Study, state: SearchState, earlier: dict[str, Any], has_v
 
 
 def search_directory(task: Any, out: str | Path | None = None) -> Path:
-    """The directory of a search: ``out``, or ``runs/tune-TASK``."""
-    return Path(out) if out is not None else Path("runs", "tune-" + re.sub(r"[^\w-]", "-", str(TaskRef.of(task))))
+    """The directory of a search: ``out``, or ``runs/tune-TASK``; for a script ``runs/tune-TASK-2`` and so on, where
+    another command has its search in the first: no result is replaced.
+    """
+    if out is not None:
+        return Path(out)
+    ref = TaskRef.of(task)
+    name = "tune-" + re.sub(r"[^\w-]", "-", str(ref))
+    numbered = (Path("runs", f"{name}-{number}" if number > 1 else name) for number in count(1))
+    return next(path for path in numbered if not ref.command or _command_of(path) in (None, ref.command))
 
 
-def _describe(task: TaskRef, processes: int, budget: Budget) -> dict[str, Any]:
+def _command_of(directory: Path) -> str | None:
+    """The command of the search in a directory; None if there is none, or it is not known."""
+    try:
+        return json.loads((directory / "search.json").read_text(encoding="utf-8")).get("command")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _describe(task: TaskRef, processes: int, budget: Budget, run_seconds: float | None) -> dict[str, Any]:
     """The result of ``Description.facts``, in a process that ends at the deadline; ConfigurationError if that is too
-    soon.
+    soon. ``run_seconds``: of a whole run, where an earlier search knows them.
     """
     if processes > 1:
         warn_oversubscribed(processes)
     try:
         with start_workers(1, "hasten.tuning.trial:Description", None, budget.deadline(), task=task) as worker:
-            return worker.call("facts", processes=processes)
+            return worker.call("facts", processes=processes, run_seconds=run_seconds)
     except DeadlineError:
         what = f"for the first steps of {task}" if task.command else "to prepare the data and the model of the task"
         raise _too_small(budget, what) from None

@@ -20,13 +20,15 @@ TRAINER_STATE = "trainer_state.json"  # beside the files of a checkpoint of Tran
 
 
 class CheckpointSeam:
-    """Writes the paths of the checkpoints that a script resumes from to ``file``, a JSON list.
+    """Writes the paths of the checkpoints that a script resumes from to ``file``, a JSON list: those in ``copy``, where
+    a trial may run, as paths in ``directory``, of which it is a copy.
 
     Patches ``torch.load``, ``torch.save`` and the ``load_state_dict`` of RESTORED.
     """
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, copy: str, directory: str):
         self.file, self.found = file, list[str]()
+        self.copy, self.directory = copy, directory
         self.loading = True
         self.loaded: dict[str, set[int]] = {}  # path -> ids of the dictionaries in it
         replaces(torch, "load")(self._load)
@@ -40,6 +42,8 @@ class CheckpointSeam:
         self.loaded = {path: set() for path in self.loaded}
 
     def report(self, path: str) -> None:
+        if path.startswith(f"{self.copy}/"):
+            path = self.directory + path.removeprefix(self.copy)
         if path not in self.found:
             self.found.append(path)
             self.file.write_text(json.dumps(self.found), encoding="utf-8")

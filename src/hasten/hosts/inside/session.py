@@ -35,7 +35,7 @@ from hasten.hosts.inside.seeds import seed_process
 from hasten.hosts.inside.sites import Sites, missing_sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside.threads import threads_of, watch_threads
-from hasten.hosts.inside_files import BEGUN, CHECKED, CLAIM, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
+from hasten.hosts.inside_files import BEGUN, CHECKED, CLAIM, COPY, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
 from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
 
@@ -58,7 +58,8 @@ class Session:
     def __init__(self, directory: Path, spec: dict[str, Any]):
         self.directory, self.spec = directory, spec
         self.is_real = spec["mode"] == "train"  # a training for real, no trial
-        self.sites, self.phases = Sites(spec["directory"]), PhaseTimer(torch.device(spec["device"]))
+        copy = os.environ.get(COPY, spec["directory"])
+        self.sites, self.phases = Sites(copy), PhaseTimer(torch.device(spec["device"]))
         self.began, self.logged = time.perf_counter(), list[tuple[float, str, float, bool]]()
         self.connection: Any = None
         self.block: TrainingBlock | None = None  # that is running
@@ -78,7 +79,7 @@ class Session:
         self.checkpoints: CheckpointSeam | None = None
         if not self.is_real:
             after_parsing(self._note_arguments)  # after those that methods change
-            self.checkpoints = CheckpointSeam(directory / RESUMED)
+            self.checkpoints = CheckpointSeam(directory / RESUMED, copy, spec["directory"])
         if spec["seed"] is not None:
             seed_process(spec["seed"], self.sites)
         self._install(spec["sites"] or {})
@@ -311,6 +312,8 @@ class Session:
             except (EOFError, OSError):
                 os._exit(0)
             name = request.pop("call")
+            if name == "end":
+                return
             if name in ("train", "observe", "evaluate"):
                 getattr(self, f"_begin_{name}")(**request)
                 return
