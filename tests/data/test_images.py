@@ -6,6 +6,7 @@ import struct
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy
@@ -13,12 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
+from hasten import Task
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import images
 from hasten.data.formats import decoding
 from hasten.data.io import file_list
 from hasten.data.io.file_list import list_directory
 from hasten.data.source import BadRow
+from hasten.engine.data_adapters import load_data
 
 
 @pytest.fixture(autouse=True)
@@ -305,3 +308,20 @@ def test_fingerprint_follows_the_decoders(tmp_path, decoder, monkeypatch):
     monkeypatch.setattr(decoding.metadata, "version", lambda package: f"{package} of tomorrow")
     now = images(root, resize=8).source.fingerprint()
     assert now != before and now["decoders"][decoder] == f"{decoder} of tomorrow"
+
+
+def test_validation_images_of_other_classes_are_refused(tmp_path):
+    """Each pipeline numbers its own directories: one that is missing would shift all later numbers."""
+    train, same = (directory_of(tmp_path / name, classes=("ant", "cat", "dog")) for name in ("train", "same"))
+    other = directory_of(tmp_path / "other", classes=("cat", "dog"))
+    pipelines = {path: images(path, resize=8).batch(2) for path in (train, same, other)}
+    for validation, is_refused in ((same, False), (other, True)):
+        task = Task(
+            model=lambda: torch.nn.Flatten(),
+            train_data=pipelines[train],
+            validation_data=pipelines[validation],
+            loss=torch.nn.functional.cross_entropy,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        )
+        with pytest.raises(ConfigurationError, match="other classes: ant") if is_refused else nullcontext():
+            load_data(task)

@@ -34,8 +34,25 @@ ONE_PROCESS_ONLY = (
 
 def load_data(task: Task) -> Task:
     """A copy of the task in which data given as a function are loaded; ConfigurationError if empty or no dataset."""
+    train = _load(task.train_data, "train_data")
     validation = None if task.validation_data is None else _load(task.validation_data, "validation_data")
-    return replace(task, train_data=_load(task.train_data, "train_data"), validation_data=validation)
+    _check_classes(train, validation)
+    return replace(task, train_data=train, validation_data=validation)
+
+
+def _check_classes(train: Any, validation: Any) -> None:
+    """ConfigurationError if both number their classes by name, as images in directories do, and not alike."""
+    owners = [
+        data.dataset if isinstance(data, DataLoader) else getattr(data, "source", data) for data in (train, validation)
+    ]
+    names = [getattr(owner, "__dict__", {}).get("classes") for owner in owners]
+    if not all(isinstance(one, (list, tuple)) and one for one in names) or names[0] == names[1]:
+        return
+    different = sorted({*map(str, names[0])} ^ {*map(str, names[1])}) or ["their order"]
+    what = f"train_data and validation_data have other classes: {', '.join(different[:5])}"
+    raise ConfigurationError(
+        f"{what}; one number would stand for two classes; give both the same directories of classes"
+    )
 
 
 def initial_plan(task: Task) -> TrainPlan:
