@@ -27,8 +27,9 @@ from hasten.datatools.format_detection import (
     select_openable,
 )
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.writers import PART, WRITERS, ReportRows, ShardPlan, Writer, fsync
+from hasten.datatools.writers import PART, WRITERS, ReportRows, ShardPlan, Writer
 from hasten.engine.error_messages import translate_disk_errors, writable
+from hasten.engine.run_dir import atomic_write
 
 FORMAT = 2  # version of the output: increase it with every change that changes the files
 PART_BYTES = 256_000_000  # of the original in one part, by default
@@ -170,7 +171,7 @@ def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, on_progress: P
             _write_part(part, writer, plan, manifest, report)
     finally:
         if skipped := manifest["skipped files"] + plan.reader.faults.listed():  # also if the conversion failed
-            _write_atomically(plan.directory / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
+            _write(plan.directory / SKIPPED, "".join(f"{json.dumps(row)}\n" for row in skipped))
     if _settings(plan.reader)["original"] != manifest["settings"]["original"]:
         advice = "choose another --out, and start again when no process writes to the original"
         raise RunError(f"the original changed while it was converted; {advice}")
@@ -292,23 +293,14 @@ def _check_same_settings(directory: Path, old: dict, new: dict) -> None:
 
 def _save_manifest(directory: Path, manifest: dict) -> None:
     """Writes conversion.json into the output directory."""
-    _write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1))
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Writes a temporary file and renames it to ``path``: a reader finds the old or the new text, never a part."""
-    temporary = path.with_name(f"{path.name}{PART}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            fsync(file)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    _write(directory / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def _remove_output(directory: Path) -> None:
     """Removes the files that a conversion wrote to ``directory``, because it cannot be resumed."""
     for path in (*directory.glob(f"*{PART}"), directory / MANIFEST, directory / SKIPPED):
         path.unlink(missing_ok=True)
+
+
+def _write(path: Path, text: str) -> None:
+    atomic_write(path, lambda file: file.write(text.encode()), RESUME_ADVICE)

@@ -10,8 +10,8 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,6 +51,7 @@ from hasten.profiling.rank_probe import EXCHANGE, INPUT, RankProbe
 from hasten.profiling.stragglers import find_straggler, rank_phase_times, skew_of, slowest_rank_shares
 from hasten.reporting.result_schema import Advice, NotAdvised
 from hasten.utils.durations import parse_budget
+from hasten.utils.process_setting import with_setting
 
 CEILINGS = {EXCHANGE: "no_exchange", INPUT: "no_input"}  # the kind of block that each is measured with
 MIN_ROUNDS, MAX_ROUNDS = 4, 14
@@ -180,7 +181,7 @@ def _run_rounds(
         if exchange:
             exchanges.append(seconds_per_call(exchange, EXCHANGES, ranks, probe.program.run.device))
         if single:  # the other ranks wait for rank 0
-            with _single_process_threads():
+            with _all_threads():
                 block = single.train(max(1, count // ranks.world_size))
             blocks["single_process"].append({"seconds_per_sample": block["seconds"] / block["samples"]})
         now = time.monotonic()
@@ -204,23 +205,12 @@ def _build_single_process(probe: RankProbe, ranks: ProcessGroupInfo) -> tuple[Ar
                 raise RunError("the speed-up over one process is not measured: memory may not suffice for it")
             methods = drop_distributed(probe.plain_recipe).methods
             single = Arm(probe.task, methods, probe.device, probe.seed, SINGLE_PROCESS)
-            with _single_process_threads():
+            with _all_threads():
                 single.build()
         except Exception as error:  # a second copy of the task may fail in any way; the job is still diagnosed
             single, why = None, str(error) or type(error).__name__
     why = ranks.broadcast(why.encode()).decode()
     return single, {"speedup": why} if why else {}
-
-
-@contextmanager
-def _single_process_threads() -> Iterator[None]:
-    """Context manager: gives this rank all threads of a single process, while the other ranks only wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(single_process_threads())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _slowest(rank_blocks: list[dict], kind: str, key: str) -> list[float]:
@@ -265,3 +255,8 @@ def _advise(
         if cards[row["method"]].default_for and exchanging:
             row["why"] += "; it is in use, so this concerns its options"
     return advice, not_advised
+
+
+def _all_threads() -> AbstractContextManager[None]:
+    """Context manager: gives this rank all threads of a single process, while the other ranks only wait."""
+    return with_setting(nullcontext, torch.set_num_threads, single_process_threads(), torch.get_num_threads)()
