@@ -2,6 +2,7 @@
 
 import fcntl
 import math
+import re
 import time
 
 import pytest
@@ -13,11 +14,12 @@ from hasten.tuning import continuation, training_stage
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.confirm import Confirmation
 from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_measured
-from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding, recommended
+from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding, recommended, to_be_sure
 from hasten.tuning.gate import not_passed
 from hasten.tuning.result import SearchState
 from hasten.tuning.trial_store import LOCK, TrialStore
 from hasten.tuning.tune import tune
+from hasten.utils.durations import parse_budget
 from helpers.planted_study import Planted, baseline_of
 from helpers.process import start_process
 
@@ -139,3 +141,34 @@ def test_estimate_stays_an_answer_while_another_recipe_is_confirmed(monkeypatch)
     study = Planted()
     training_stage._confirm(study, state, baseline_of(study), [now], is_whole=True)
     assert [found.recipe for found in state.findings] == [before] and state.tested == [before, now]
+
+
+def test_recipe_whose_speed_is_open_is_compared_for_longer(monkeypatch):
+    """Exact, and 1.11x (1.00 to 1.23): what it would take is said, and a continued search does it first."""
+    ratio = Ratio(1.11, 1.0, 1.23)
+    text = to_be_sure(ratio, 40.0)
+    found = re.search(r"about (\d+) s: --budget \+(\S+)", text)
+    assert found and int(found[1]) == pytest.approx(
+        1.2 * 40 * (math.log(1.23 / 1.11) / math.log(1.11 / 1.01)) ** 2, abs=1
+    )
+    assert parse_budget(found[2]) >= 2 * int(found[1])
+    assert not to_be_sure(Ratio(1.2, 1.1, 1.3), 40.0), "it is sure"
+    assert not to_be_sure(Ratio(1.02, 0.9, 1.16), 40.0), "a hundred times as long"
+    assert not to_be_sure(Ratio(1.0, 0.9, 1.1), 40.0)
+
+    asked = []
+    longer = Finding(Recipe.parse("fused_optimizer"), EXACT, Ratio(1.1, 1.06, 1.14), "")
+
+    def confirm(study, recipes, samples, seconds):
+        asked.append((recipes, seconds))
+        return longer
+
+    monkeypatch.setattr(continuation, "confirm_speed", confirm)
+    rows = [row("fused_optimizer", EXACT) | {"speedup": ratio.to_json(), "to_prove": text}, row("malloc_tuning", EXACT)]
+    state = SearchState(run_seconds=1.0, plan=PLAN, findings=earlier_findings({"frontier": rows}))
+    study = Planted()
+    study.budget.wall = 100.0
+    finish_earlier(study, state, {"frontier": rows}, True)
+    assert asked == [([Recipe.parse("fused_optimizer")], 50.0)]
+    assert [one.recipe for one in state.findings] == [Recipe.parse("malloc_tuning"), longer.recipe]
+    assert state.findings[1] is longer

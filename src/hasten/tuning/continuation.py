@@ -7,7 +7,7 @@ from hasten.benchmarking.ratio import Ratio
 from hasten.core.errors import RunError
 from hasten.core.recipe import Recipe
 from hasten.reporting.view_model import gain_of
-from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding
+from hasten.tuning.finding import CONTINUED_SHARE, ESTIMATED, EXACT, PRECISION, PROVEN, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import Study, changes_training
 from hasten.tuning.systems import confirm_speed
@@ -48,18 +48,21 @@ def keep_measured(result: Any, earlier: Mapping[str, Any]) -> None:
 
 
 def finish_earlier(study: Study, state: SearchState, earlier: Mapping[str, Any], has_training_stage: bool) -> None:
-    """Confirms the recipes that the ``earlier`` result lists as estimated, the fastest first; drops refuted findings.
+    """Confirms the recipes that the ``earlier`` result lists as estimated, or as exact and perhaps faster, the fastest
+    first; drops refuted findings.
 
     Recipes that keep the training need a comparison only; the others are trained on the next seeds, as far as whole
     trainings fit into the budget that was added.
     """
-    rows = [row for row in earlier.get("frontier", ()) if row["evidence"] == ESTIMATED and row["recipe"]]
+    open_rows = (row for row in earlier.get("frontier", ()) if row["evidence"] == ESTIMATED or row.get("to_prove"))
+    rows = [row for row in open_rows if row["recipe"]]
     rows.sort(key=lambda row: gain_of(row)["median"] or 0.0)
     recipes = [Recipe(row["recipe"]) for row in rows]
     with study.budget.part(1.0):
         systems = [recipe for recipe in recipes if not changes_training(recipe)]
-        found = confirm_speed(study, systems, state.samples, state.comparison_seconds) if systems else None
-        state.findings += [found] if found else []
+        seconds = max(state.comparison_seconds, CONTINUED_SHARE * min(study.budget.left(), study.budget.wall))
+        if found := confirm_speed(study, systems, state.samples, seconds) if systems else None:
+            state.findings = [*(one for one in state.findings if one.recipe != found.recipe), found]
     confirmations = [trial for trial in study.trials if trial["stage"] == "confirmation"]
     refuted = {trial["what"] for trial in confirmations if trial["verdict"] != "passed"}
     state.findings = [one for one in state.findings if one.evidence != ESTIMATED or str(one.recipe) not in refuted]

@@ -1,5 +1,6 @@
 """What a search has found: recipes, each with its speed-up and the evidence for it, and which of them to recommend."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,11 +8,14 @@ from typing import Any
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
 from hasten.reporting.result_schema import EVIDENCE_LEVELS, FrontierRecipe
+from hasten.utils.durations import duration_option, format_duration
 
 EXACT, PRECISION, PROVEN, ESTIMATED = EVIDENCE_LEVELS  # strongest first
 LEVELS = {"exact": EXACT, "precision": PRECISION, "proven": PROVEN, "estimated": ESTIMATED}  # as --evidence names them
 DEFAULT_LEVEL = PROVEN  # weaker evidence is shown, and recommended only with ``--evidence estimated``
 SURELY_FASTER = 1.01
+SPARE, MOST_LONGER = 1.2, 10.0  # of the time that would make a comparison sure; the longest one, in times of the first
+CONTINUED_SHARE = 0.5  # of the budget of a continued search, for the comparisons that an earlier one has left open
 
 
 @dataclass
@@ -51,6 +55,22 @@ def surest(to_target: Ratio, whole: Ratio | None) -> Ratio:
     A recipe may save time in either: it trains for a shorter time, or reaches the target sooner in the same time.
     """
     return to_target if whole is None or to_target.low >= whole.low else whole
+
+
+def to_be_sure(speedup: Ratio, seconds: float) -> str:
+    """What it would take to know that a recipe is faster, which a comparison of so many seconds has left open.
+
+    The interval of a comparison gets narrower with the square root of its time. "" if that would hardly decide it.
+    """
+    if speedup.low > SURELY_FASTER or speedup.median <= SURELY_FASTER or speedup.high <= speedup.median:
+        return ""
+    width, distance = math.log(speedup.high / speedup.median), math.log(speedup.median / SURELY_FASTER)
+    longer = (width / distance) ** 2
+    if longer > MOST_LONGER:
+        return ""
+    needed = SPARE * longer * seconds
+    budget = duration_option(needed / CONTINUED_SHARE)
+    return f"a longer comparison, about {format_duration(needed)}: --budget +{budget}"
 
 
 def frontier(findings: Iterable[Finding]) -> list[Finding]:

@@ -15,7 +15,17 @@ from hasten.engine.run_dir import atomic_write
 from hasten.reporting.result_schema import Curve, OfferedMethod, Point, TuneResult
 from hasten.tuning.candidates import Candidates
 from hasten.tuning.confirm import SUBSTITUTED, Confirmation
-from hasten.tuning.finding import DEFAULT_LEVEL, ESTIMATED, SURELY_FASTER, Finding, frontier, frontier_rows, recommended
+from hasten.tuning.finding import (
+    DEFAULT_LEVEL,
+    ESTIMATED,
+    EXACT,
+    PRECISION,
+    SURELY_FASTER,
+    Finding,
+    frontier,
+    frontier_rows,
+    recommended,
+)
 from hasten.tuning.study import Study, changes_training, is_in
 from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import Baseline
@@ -244,7 +254,11 @@ def _why(study: Study, state: SearchState, is_partial: bool = False) -> str:
         return confirmation.why
     if state.too_small:
         return state.too_small
-    return _why_nothing_is_faster(study.trials, is_partial)
+    perhaps = next((one for one in state.findings if one.to_prove and one.evidence in (EXACT, PRECISION)), None)
+    why = _why_nothing_is_faster(study.trials, is_partial)
+    if perhaps is None or is_partial:
+        return why
+    return f"{perhaps.recipe} may be faster, {perhaps.gain}, which is not sure yet; {perhaps.to_prove}; {why}"
 
 
 def _why_nothing_is_faster(trials: Sequence[Mapping[str, Any]], is_partial: bool) -> str:

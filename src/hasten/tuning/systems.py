@@ -226,7 +226,9 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
             level = finding.EXACT if exactness in EXACT else finding.PRECISION
             if check.get("statistics"):  # a training that is not reproducible proves nothing by its bits
                 level = finding.ESTIMATED
-            return Finding(recipe, level, whole_run_ratio(outcome, samples), why, comparison=outcome)
+            speedup = whole_run_ratio(outcome, samples)
+            to_prove = finding.to_be_sure(speedup, outcome["seconds"])
+            return Finding(recipe, level, speedup, why, to_prove=to_prove, comparison=outcome)
     return None
 
 
