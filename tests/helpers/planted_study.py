@@ -45,6 +45,7 @@ class Planted:
     doubt: float = 0.005  # half the width of the intervals of the others, as a fraction
     refuted: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
+    disturbances: list[float] = field(default_factory=list)  # slow-down of the task in each comparison, by others
     spread: float = 0.0005  # standard deviation of the metric, over recipes and seeds
     budget: Budget = field(default_factory=lambda: frozen(1e6))
     task: str = "planted"
@@ -100,6 +101,8 @@ class Planted:
                 for name, recipe in (("a", a), ("b", b))
             },
             "trial_seconds": TRIAL,
+            "slowdown": self.disturbances.pop(0) if self.disturbances else 1.0,
+            "system_noise": {"others_percent": 40.0},
         }
 
     def check_exactness(self, base: Recipe, recipe: Recipe, exactness) -> dict:

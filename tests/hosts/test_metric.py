@@ -489,3 +489,16 @@ def test_values_of_held_out_data_that_came_once_are_proposed_before_those_of_tra
     assert isinstance(found, Ambiguous)
     assert found.reason.startswith("the numbers of held-out data were printed only once")
     assert [one.name for one in found.candidates][:2] == ["Test recon loss", "test kld loss"]
+
+
+def test_value_that_came_once_after_the_first_evaluation_had_begun_is_no_option():
+    once = series_of([(1.0, "val_loss_weight=0.5", False), (9.0, "train loss 0.7 val loss 0.4", True)])
+    assert isinstance(choose_metric(once), Ambiguous)
+    found = choose_metric(once, evaluating=8.0)
+    assert isinstance(found, Found) and (found.name, found.values) == ("val loss", [0.4])
+
+
+def test_direction_that_is_neither_min_nor_max_is_refused():
+    for request in ("val acc:up", "val loss: lower"):
+        with pytest.raises(ConfigurationError, match="the direction is min or max"):
+            parse_request(request)

@@ -254,3 +254,14 @@ def test_search_of_another_command_has_a_directory_of_its_own(tmp_path, monkeypa
 
 def test_argument_that_is_longer_than_the_name_of_a_file_is_accepted():
     assert script("--config", json.dumps({"layers": list(range(200))})).fingerprint().startswith("tensors-")
+
+
+def test_facts_of_evaluations_stay_known_when_a_later_run_has_not_evaluated_yet():
+    """As at the start of a comparison; else a search would say that nothing records gradients."""
+    ref = script("--facts", "9")
+    site_map.remember(ref, {"sites": {}, "facts": ["cpu", "evaluation_gradients", "evaluations", "idle_cores"]})
+    assert site_map.remember(ref, {"sites": {}, "facts": ["cpu"]})["facts"] == [
+        "cpu",
+        "evaluation_gradients",
+        "evaluations",
+    ]

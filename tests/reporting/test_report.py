@@ -73,7 +73,7 @@ def test_report_leads_with_the_times_of_a_training(tmp_path):
     for needed in (
         "5 h 20 min instead of 12 h 4 min",
         "takes 4 h 50 min to 5 h 40 min, predicted from measured steps: 2.3× faster (2.1 to 2.5×)",
-        "Exact bit-exact or the same formula",
+        "Exact the same bits, or the same formula",
         "pays after 1 training",
         "13.33 instead of 30.17, at 2.50 an hour",
     ):

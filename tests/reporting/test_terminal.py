@@ -91,7 +91,7 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
             [
                 "5 h 20 min instead of 12 h 4 min long.py:task with channels_last + in_memory_batches + malloc_tuning",
                 "takes 4 h 50 min to 5 h 40 min, predicted from measured steps: 2.3× faster (2.1 to 2.5×)",
-                "Evidence: exact (bit-exact or the same formula",
+                "Evidence: exact (the same bits, or the same formula",
                 "1.00× – baseline: the task as it is",
                 "2.3× (2.1 to 2.4×) unchanged exact recommended: channels_last",
                 "3.1× (2.9 to 3.3×) – estimated bfloat16 + channels_last",

@@ -7,7 +7,7 @@ import pytest
 from hasten.core.recipe import Recipe
 from hasten.tuning import systems, training
 from hasten.tuning.budget import OutOfBudgetError
-from hasten.tuning.systems import Incumbents, search_systems
+from hasten.tuning.systems import Incumbents, confirm_speed, search_systems
 from hasten.tuning.training_stage import BASELINE_SEEDS
 from helpers.planted_study import (
     CLIPPING,
@@ -154,3 +154,15 @@ def test_promising_recipe_is_compared_longer_on_a_noisy_machine():
         f"{threads(2)} against baseline, longer",
         f"{threads(3)} against baseline",
     ]
+
+
+@pytest.mark.parametrize(
+    ("disturbances", "evidence", "comparisons"),
+    [([], "exact", 1), ([12.0, 1.1], "exact", 2), ([12.0, 9.0], "estimated", 2)],
+)
+def test_speed_beside_other_programs_is_measured_again_or_an_estimate(disturbances, evidence, comparisons):
+    """The task ran 12 times slower than before, beside programs that used 40 % of the processors."""
+    study = Planted(faster={"fused_optimizer": 16.0}, disturbances=disturbances)
+    found = confirm_speed(study, [Recipe.parse("fused_optimizer")], SAMPLES, 10.0)
+    assert found is not None and found.evidence == evidence and len(study.kinds("speed")) == comparisons
+    assert ("9.0 times slower than before" in found.why) == (evidence == "estimated") == bool(found.to_prove)

@@ -450,12 +450,15 @@ def test_compare_speed_begins_at_the_start_step_for_recipes_that_keep_the_traini
 
     def run_interleaved(*_, start_step, **__):
         begun.append(start_step)
-        return SimpleNamespace(to_json=dict)
+        first = SimpleNamespace(seconds_per_sample=lambda: [0.1, 0.3, 0.3], plan={"samples_per_step": 2})
+        return SimpleNamespace(to_json=dict, a=first)
 
     monkeypatch.setattr("hasten.tuning.study.run_interleaved", run_interleaved)
     study = Study(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(60.0), no_progress)
+    study.step_seconds = 0.2
     for study.start_step in (0, 830):  # two trials, not one
-        study.compare_speed(Recipe(), Recipe.parse("flush_denormals"))
+        outcome = study.compare_speed(Recipe(), Recipe.parse("flush_denormals"))
+    assert outcome["slowdown"] == pytest.approx(3.0), "steps of 0.6 s, and 0.2 s at first"
     study.compare_speed(Recipe(), Recipe.parse("batch_size:factor=4"))
     assert begun == [0, 830, 0]
 

@@ -339,7 +339,8 @@ class ScriptProbe(ScriptArm):
 
     def facts(self) -> list[str]:
         """The facts (keys of FACTS) that hold for the run."""
-        return self._ask("describe")["facts"]
+        described = self._ask("describe")
+        return (described if self.methods else remember(self.script, described))["facts"]
 
     def operations(self, count: int) -> dict[str, Any]:
         """Trains at least ``count`` steps and OBSERVED_S: ``host_reads_per_step``, values that the host reads, and what

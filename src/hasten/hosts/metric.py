@@ -12,6 +12,11 @@ from hasten.core.errors import ConfigurationError, suggest
 from hasten.hosts.metric_lines import Series
 from hasten.hosts.metric_names import meaning_of, phase_of, words_of
 
+OTHER_DIRECTIONS = {
+    *("up", "down", "high", "higher", "low", "lower", "maximum", "minimum", "maximize", "minimize"),
+    *("maximise", "minimise", "asc", "desc"),
+}
+
 MAX_CANDIDATES = 5
 HELD_OUT = ("validation", "test", "evaluation")  # phases
 
@@ -47,14 +52,16 @@ def series_of_logged(records: Iterable[tuple[float, str, float, bool]]) -> list[
     return list(series.values())
 
 
-def choose_metric(series: Sequence[Series]) -> Found | Ambiguous | None:
+def choose_metric(series: Sequence[Series], evaluating: float = math.inf) -> Found | Ambiguous | None:
     """The metric among series: on held-out data, with a known direction, and better than all others by ``_rank``.
+
+    ``evaluating``: seconds at which the script began to evaluate, after which it prints no options.
 
     Returns:
         The metric; or several candidates, of which the user must choose; or None if no number looks like a metric.
     """
     series = [one for one in series if _may_be_metric(one)]
-    start = min((one.seconds[0] for one in series if len(one.values) > 1), default=math.inf)
+    start = min((one.seconds[0] for one in series if len(one.values) > 1), default=evaluating)
     # A number that was printed once, and before all series, is an option of the script: "val_loss_weight=0.5".
     held_out = [one for one in series if one.phase in HELD_OUT and (len(one.values) > 1 or one.seconds[0] > start)]
     good = [one for one in held_out if meaning_of(one.name).direction and _is_plausible(one)]
@@ -103,11 +110,13 @@ def parse_request(request: str) -> tuple[str, str]:
     """Splits ``NAME[:min|max]`` into the name and the direction, which is "" if not given.
 
     Raises:
-        ConfigurationError: The name holds no word.
+        ConfigurationError: The name holds no word, or the direction is another word than min or max.
     """
     name, colon, direction = request.rpartition(":")
     if colon and direction in ("min", "max"):
         request = name
+    elif colon and direction.strip().lower() in OTHER_DIRECTIONS:
+        raise ConfigurationError(f"--metric {request!r}: the direction is min or max, not {direction!r}")
     else:
         direction = ""
     if not words_of(request):

@@ -20,6 +20,7 @@ from hasten.engine.registry import method_class, takes_any_option
 from hasten.engine.tasks import TaskRef
 from hasten.hosts import site_map
 from hasten.hosts.host import check_supported
+from hasten.hosts.metric import parse_request
 from hasten.utils.typed_arguments import name_of_argument, typed_numbers, with_typed
 
 IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site"}  # flags that keep hasten out
@@ -63,8 +64,11 @@ class ScriptRef(TaskRef):
         """The reference to a command, which is checked as far as that is possible without running it.
 
         Raises:
-            ConfigurationError: There is no such command or script, or an option makes Python ignore PYTHONPATH.
+            ConfigurationError: There is no such command or script, an option makes Python ignore PYTHONPATH, or
+                ``metric`` is no name of a metric.
         """
+        if metric:
+            parse_request(metric)  # refused before anything runs
         if not argv:
             raise ConfigurationError("no command is given after --; write hasten VERB -- python train.py")
         directory = os.path.abspath(directory or os.getcwd())

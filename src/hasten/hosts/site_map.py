@@ -29,6 +29,8 @@ OF_A_RUN = (
     *("metric", "metric_has_come"),
 )
 
+OF_EVALUATIONS = {"evaluations", "evaluation_gradients"}  # facts that are known once the script has evaluated
+
 _known: dict[str, dict[str, Any]] = {}  # by fingerprint of the script
 _hidden: dict[str, list[str]] = {}  # the same: paths of checkpoints, without which its trials start
 
@@ -43,6 +45,8 @@ def remember(script: ScriptRef, described: dict[str, Any]) -> dict[str, Any]:
     for name in OF_A_RUN:
         value = described.get(name)
         site_map[name] = before.get(name) if value is None else value
+    if site_map["facts"] is not None:  # a run that was just begun has not evaluated yet
+        site_map["facts"] = sorted({*site_map["facts"], *(OF_EVALUATIONS & {*(before.get("facts") or ())})})
     _known[script.fingerprint()] = site_map
     return site_map
 

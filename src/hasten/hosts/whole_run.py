@@ -63,7 +63,8 @@ def metric_so_far(script: ScriptRef, process: ScriptProcess, described: dict[str
     for series in (logged, printed):
         if known and (same := [one for one in series if one.name == known["name"]]):
             return select_metric(same, f"{known['name']}:{known['direction']}")
-    found = [choose_metric(series) for series in (logged, printed)]
+    evaluating = next((mark[0] for mark in described["marks"]), math.inf)
+    found = [choose_metric(series, evaluating) for series in (logged, printed)]
     return next((one for one in found if _is_held_out(one)), found[1] or found[0])
 
 

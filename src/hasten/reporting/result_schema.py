@@ -95,7 +95,7 @@ class TrialRecord(TypedDict, total=False):
 
 
 EVIDENCE_LEVELS = {  # strongest first
-    "exact": "bit-exact or the same formula, checked on this task",
+    "exact": "the same bits, or the same formula rounded otherwise; checked on this task",
     "precision checked": "lower precision; gradients and loss checked on real steps",
     "proven": "the quality gate over seeds was passed",
     "estimated": "promising, but not enough evidence yet",

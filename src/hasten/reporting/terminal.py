@@ -264,7 +264,7 @@ def _contributions(shares: Sequence[Json]) -> list[RenderableType]:
 
 def _unsuccessful(trials: Sequence[Json]) -> list[RenderableType]:
     """The first trials that were compared and not adopted, the methods without effect, and the number of the rest."""
-    rejected = view_model.unsuccessful(trials)
+    rejected = list({(trial["what"], trial["why"]): trial for trial in view_model.unsuccessful(trials)}.values())
     shown = [trial for trial in rejected if trial["verdict"] not in view_model.NOT_RUN][:MAX_UNSUCCESSFUL]
     no_effect = [trial for trial in rejected if trial["verdict"] == "no effect"]
     reasons = [f"{trial['what']}: " * trial["why"].startswith("it ") + trial["why"] for trial in no_effect]

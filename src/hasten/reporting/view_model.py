@@ -40,7 +40,7 @@ def gain_of(recipe: Json) -> Json:
 
 
 def evidence_text(level: str) -> str:
-    """An evidence level with its meaning: ``exact (bit-exact or the same formula, checked on this task)``."""
+    """An evidence level with its meaning: ``proven (the quality gate passed ...)``."""
     return f"{level} ({EVIDENCE_LEVELS[level]})" if level in EVIDENCE_LEVELS else level
 
 

@@ -18,8 +18,6 @@ from hasten.tuning.confirm import SUBSTITUTED, Confirmation
 from hasten.tuning.finding import (
     DEFAULT_LEVEL,
     ESTIMATED,
-    EXACT,
-    PRECISION,
     SURELY_FASTER,
     Finding,
     frontier,
@@ -254,7 +252,7 @@ def _why(study: Study, state: SearchState, is_partial: bool = False) -> str:
         return confirmation.why
     if state.too_small:
         return state.too_small
-    perhaps = next((one for one in state.findings if one.to_prove and one.evidence in (EXACT, PRECISION)), None)
+    perhaps = next((one for one in state.findings if one.to_prove and not changes_training(one.recipe)), None)
     why = _why_nothing_is_faster(study.trials, is_partial)
     if perhaps is None or is_partial:
         return why

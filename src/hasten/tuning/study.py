@@ -8,10 +8,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median_high
 from typing import Any
 
 from hasten.benchmarking.blocks import evaluation_seconds_per_sample
-from hasten.benchmarking.compare import TIMEOUT_S, run_interleaved
+from hasten.benchmarking.compare import TIMEOUT_S, Comparison, run_interleaved
 from hasten.benchmarking.fork_server import DeadlineError
 from hasten.benchmarking.worker_group import start_workers
 from hasten.core.card import Exactness
@@ -118,7 +119,8 @@ class Study:
 
         A ratio above 1 means that ``b`` is faster; with ``single_process`` it trains in one process. The comparison
         stops after one of the ``looks`` (pairs of blocks) or the budget of ``seconds``; ``rounds`` are the fewest and
-        the most fresh pairs of processes. Another ``salt`` makes a new trial of a comparison that is in the store.
+        the most fresh pairs of processes. ``slowdown``: by how much steps of the task as it is took longer than its
+        first ones; None if unknown. Another ``salt`` makes a new trial of a comparison that is in the store.
         """
         processes = (self.processes, 1 if single_process else self.processes)
         longest = max(seconds, LONG_BLOCKS_SHARE * self.budget.total)
@@ -128,12 +130,17 @@ class Study:
         def measure(on_progress: ProgressCallback) -> Any:
             limits = {"budget": seconds, "looks": looks, "rounds": rounds, "longest": longest, "start_step": start_step}
             how = {"processes": processes, "on_progress": on_progress, **self.where}
-            return run_interleaved(self.task, a, b, **limits, **how).to_json()
+            comparison = run_interleaved(self.task, a, b, **limits, **how)
+            return comparison.to_json() | {"slowdown": None if a else self._slowdown(comparison)}
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
         what |= {"rounds": list(rounds)} if rounds != ONE_ROUND else {}
         what |= {"start_step": start_step} if start_step else {}
         return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
+
+    def _slowdown(self, comparison: Comparison) -> float | None:
+        pace = median_high(comparison.a.seconds_per_sample()) * comparison.a.plan["samples_per_step"]
+        return pace / self.step_seconds if self.step_seconds else None
 
     def measure_once(self, kind: str, title: str, measure: Callable[[ProgressCallback], Any]) -> dict:
         """The result of ``measure``, such as the diagnosis, stored under ``kind`` and charged once per search.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
@@ -26,6 +27,7 @@ from hasten.tuning import finding
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import Finding
 from hasten.tuning.study import BASE_FAILED, EXACT, Study, exactness_of
+from hasten.utils.durations import duration_option
 from hasten.utils.op_recorder import NOT_CHECKED
 
 AS_FAST = Ratio(1.0, 1.0, 1.0)
@@ -34,6 +36,7 @@ PROMISING_GAIN, LONGER = 1.05, 3  # a comparison that is unsure with this median
 MAX_LOSSES = 2  # presets in a row that lost, after which a method is given up: they grow bolder
 ROUNDS = (3, 8)  # pairs of processes in a comparison that is reported
 MAX_FALLBACKS = 3  # recipes to confirm, if the best ones fail
+MAX_SLOWDOWN, MAX_OTHERS_PERCENT = 1.5, 10.0  # of the task beside other programs, and their share of the processors
 MAX_LOSS_CHANGE = 0.02  # of the mean training loss over the compared steps, by lower precision
 
 
@@ -214,6 +217,11 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
         was_short = outcome.get("verdict") == UNSURE and outcome["seconds"] < seconds < study.budget.left()
         if was_short:  # it was made within a smaller budget, and is stored
             outcome = study.compare_speed(Recipe(), recipe, **how, salt=f"confirmation of {seconds:.0f} s")
+        if is_disturbed(outcome):
+            spent, salt = spent + outcome["trial_seconds"], f"confirmation of {seconds:.0f} s, after one beside others"
+            with suppress(OutOfBudgetError):
+                again = study.compare_speed(Recipe(), recipe, **how, salt=salt)
+                outcome = outcome if "failed" in again else again
         spent, ratio, why = spent + outcome["trial_seconds"], outcome.get("ratio"), check["why"]
         if failed := outcome.get("failed"):
             study.note(str(recipe), "confirmation", failure_verdict(failed), failed, seconds=spent)
@@ -228,8 +236,25 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
                 level = finding.ESTIMATED
             speedup = whole_run_ratio(outcome, samples)
             to_prove = finding.to_be_sure(speedup, outcome["seconds"])
+            if is_disturbed(outcome):
+                level, budget = finding.ESTIMATED, duration_option(outcome["seconds"] / finding.CONTINUED_SHARE)
+                why, to_prove = f"{why}; {_disturbance(outcome)}", f"let the machine be idle: --budget +{budget}"
             return Finding(recipe, level, speedup, why, to_prove=to_prove, comparison=outcome)
     return None
+
+
+def is_disturbed(outcome: dict[str, Any]) -> bool:
+    """Whether other programs have slowed the task as it is so much that a ratio says little about an idle machine."""
+    others = (outcome.get("system_noise") or {}).get("others_percent") or 0.0
+    return (outcome.get("slowdown") or 1.0) > MAX_SLOWDOWN and others > MAX_OTHERS_PERCENT
+
+
+def _disturbance(outcome: dict[str, Any]) -> str:
+    others, slowdown = outcome["system_noise"]["others_percent"], outcome["slowdown"]
+    return (
+        f"other programs used {others:.0f} % of the processors, and the task as it is ran {slowdown:.1f} times slower "
+        "than before, so an idle machine may show another ratio"
+    )
 
 
 def _without_effect_in(outcome: dict[str, Any], recipe: Recipe) -> list[str]:

@@ -323,7 +323,7 @@ def _expect_run(
     study.timeout = timeout or max(MIN_TIMEOUT_S, total * TIMEOUT_FRACTION, TIMEOUT_RUNS * (seconds or 0.0))
     state.comparison_seconds = min(max(COMPARISON_S[0], total / 12), COMPARISON_S[1])
     run_time = f"takes about {format_duration(seconds)}" if seconds else "has no known length"
-    message = f"one run of the task {run_time}; the search may take {format_duration(total)}"
+    message = f"one run of the task {run_time}; the search may take {format_duration(min(total, study.budget.wall))}"
     warnings.warn(message, ProgressWarning, stacklevel=4)
 
 

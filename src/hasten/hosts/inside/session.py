@@ -119,7 +119,7 @@ class Session:
         from hasten.hosts.inside.composition import Composition
 
         spec = self.spec
-        evaluations = spec["sites"]["evaluations"] if spec["sites"] else [{"no_grad": False}]  # unknown
+        evaluations = (spec["sites"] or {}).get("evaluations") or [{"no_grad": False}]  # none was seen yet
         records_gradients, seed = not all(entry["no_grad"] for entry in evaluations), spec["seed"] or 0
         methods = make_methods(Recipe(spec["methods"]))
         composition = Composition(methods, spec["device"], seed, records_gradients, spec["name"], spec["steps"])
