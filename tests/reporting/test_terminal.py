@@ -192,6 +192,16 @@ def test_unsuccessful_trials_that_ran_are_listed_first():
     assert "channels_last" not in listed, "methods that were not tried are only counted"
 
 
+def test_method_that_the_user_offered_is_answered_for():
+    why = "the budget ended before it was tried"
+    offered = [
+        {"method": "./signs.py:Signs", "accepted": False, "why": why},
+        {"method": "znorm", "accepted": True, "why": ""},
+    ]
+    text = words_of(printed(terminal.tune_answer(samples.no_improvement() | {"offered": offered})))
+    assert f"offered ./signs.py:Signs, not adopted: {why}" in text and "offered znorm" not in text
+
+
 def test_diagnosis_that_was_not_made_is_no_method_that_was_tried():
     result = samples.faster()
     result["trials"].append(samples.trial("diagnosis", "diagnosis", "not made", None, "its steps are too long"))

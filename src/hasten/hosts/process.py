@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 INJECTED = str(Path(__file__).with_name("inject"))
 END_S = 10.0  # for a process to end after its connection broke
+EXIT_S = 3.0  # for a script to leave after its training; a command with further stages takes longer
 CHUNK_S = 0.5  # of training between two looks at the clock
 ERROR_BYTES = 1 << 16  # of the end of the output, in which errors are looked for
 OUTPUT_BYTES = 1 << 24  # of the end of the output, in which metrics are looked for
@@ -214,7 +215,7 @@ class ScriptProcess:
         assert self.connection is not None, "it has answered"
         with contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps({"call": "end"}).encode())
-        if wait([self.exit], END_S) and self.server.exit_code(self.pid) != 0:
+        if wait([self.exit], EXIT_S) and self.server.exit_code(self.pid) != 0:
             self._explain_end()
 
     def rivals(self) -> int:

@@ -40,6 +40,10 @@ def tune_answer(result: Json) -> RenderableType:
         pairs([*(_won_facts(result) if won else _best_trial(result)), *_facts(result)]),
         *shares,
         *_unsuccessful(result["trials"]),
+        *[
+            indented(Text(f"offered {one['method']}, not adopted: {one['why']}"))
+            for one in view_model.refused_offers(result)
+        ],
         *_next_commands(result, won),
     )
 

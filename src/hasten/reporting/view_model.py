@@ -430,6 +430,11 @@ def unsuccessful(trials: Sequence[Json]) -> list[Json]:
     return sorted((one for one in others if not is_success(one) and one["verdict"] not in NOT_DONE), key=rank)
 
 
+def refused_offers(result: Json) -> list[Json]:
+    """The methods of ``--with`` that are not in the recipe, each with the reason."""
+    return [one for one in result["offered"] if not one["accepted"]]
+
+
 def is_success(trial: Json) -> bool:
     """Whether the search adopted the method of this trial."""
     return trial["verdict"] in ("kept", "won", "faster", "passed")
