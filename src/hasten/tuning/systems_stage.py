@@ -217,7 +217,7 @@ def confirm_best_guess(study: Study, state: SearchState, is_followed: bool = Fal
             found = confirm_speed(study, [recipe], state.samples, _all_seconds(study, plan, state.comparison_seconds))
         except OutOfBudgetError:
             why = f"a comparison takes about {format_duration(needed)}; give about --budget {duration_option(total)}"
-            if not any(trial["stage"] == "confirmation" and trial.get("ratio") for trial in study.trials):
+            if not any(trial["stage"] == "confirmation" for trial in study.trials):
                 state.too_small = f"the budget allows no comparison: {why}"
             return study.note(str(recipe), "systems", "not tried", f"as a recipe of its own: {why}")
         needed = comparison_seconds(plan)
