@@ -459,3 +459,42 @@ def test_script_that_goes_to_the_background_is_refused(tmp_path):
     ref = written(tmp_path, "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)\n")
     with pytest.raises(ConfigurationError, match="continues in the background; start it in the foreground"):
         watch_script(ref)
+
+
+AMPLIFYING = """
+import torch
+torch.manual_seed(0)
+class Logistic(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.linspace(0.1, 0.7, 32))
+    def forward(self, x):
+        return (x.sin() / 0.8415).mean() * (4 / 3 * self.w**3 - 1.5 * self.w**2).sum()
+model = Logistic()
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+for step in range(40):
+    optimizer.zero_grad()
+    model(1 - 0.03 * torch.rand(8)).backward()
+    optimizer.step()
+"""
+ROUNDS = """
+from hasten import Card, Exactness, Method
+
+class Scaled(Method):
+    card = Card(summary="a third of three times the gradient", exactness=Exactness.EQUIVALENT_MATH)
+    def grad_transform(self, grad_transform, run):
+        def scaled():
+            grad_transform()
+            for p in run.model.parameters():
+                p.grad.mul_(3).div_(3)
+        return scaled
+"""
+
+
+def test_script_that_amplifies_rounding_is_judged_by_its_first_steps(tmp_path):
+    """SGD with lr=1 moves the weights as the logistic map does: every rounding doubles in every step."""
+    ref, method = written(tmp_path, AMPLIFYING), tmp_path / "rounds.py"
+    method.write_text(ROUNDS)
+    watch_script(ref)
+    check = ScriptTrial(ref, methods={f"{method}:Scaled": {}}).check_exactness({}, "EQUIVALENT_MATH", 60.0)
+    assert check["passed"] and "after 5 steps" in check["why"] and "grows to" in check["why"], check["why"]

@@ -69,6 +69,7 @@ MIN_GRADIENT_DB, MIN_MOVEMENT_DB = 20.0, 40.0  # signal-to-noise ratios
 SMALL_BATCH = 8  # rows, where a float64 run with whole batches fails
 ROUNDING_STEPS = 5  # of float32 runs: rounding grows with every step
 MOVEMENT_STEPS = 5  # whose weights show that lower precision does nothing but round
+EARLY_STEPS = 5  # after which recipes are compared whose training makes rounding grow beyond the limit later
 MAX_ROUNDING = 1e-3  # relative change by rounding, above which float32 runs show nothing
 TIMES_ROUNDING, LEAST_ROUNDING = 4.0, 1e-6  # a difference up to so many times the rounding is rounding
 LEAST_MOVEMENT = 10.0  # times that, which the weights must move in float32 for a difference to show
@@ -233,12 +234,19 @@ def _both_in_double(case: EquivalenceCase) -> tuple[EquivalenceRun, EquivalenceR
     return both_arms(case, RunConditions(double=True))
 
 
-def _equivalent_math(case: EquivalenceCase) -> tuple[EquivalenceRun, EquivalenceRun, EquivalenceRun | None]:
-    """Both arms, and if they differ another run of the base."""
+def _equivalent_math(
+    case: EquivalenceCase,
+) -> tuple[EquivalenceRun, EquivalenceRun, EquivalenceRun | None, tuple[EquivalenceRun, ...]]:
+    """Both arms; if they differ another run of the base, and: the base with other rounding, and both arms early."""
     a, b = _both_in_double(case)
     comparable = not case.ranks.any(plan_mismatch(a, b) is not None)
     differ = case.ranks.any(comparable and not relative_difference(a.weights, b.weights) < MAX_DIFFERENCE)
-    return a, b, run_arm(case, case.base, (RunConditions(double=True),), a.steps) if differ else None
+    if not differ:
+        return a, b, None, ()
+    again, rounded = (
+        run_arm(case, case.base, (RunConditions(double=True, reverse=reverse),), a.steps) for reverse in (False, True)
+    )
+    return a, b, again, (rounded, *both_arms(case, RunConditions(double=True), steps=EARLY_STEPS))
 
 
 def _gradients_and_movement(
@@ -290,7 +298,9 @@ def _judge_by_what_repeats(a: EquivalenceRun, b: EquivalenceRun, control: Contro
     return ExactnessCheck(passed, number, why, reproducible=False, statistics=True)
 
 
-def _judge_equivalent_math(a: EquivalenceRun, b: EquivalenceRun, again: EquivalenceRun | None) -> ExactnessCheck:
+def _judge_equivalent_math(
+    a: EquivalenceRun, b: EquivalenceRun, again: EquivalenceRun | None, early: tuple[EquivalenceRun, ...] = ()
+) -> ExactnessCheck:
     if why := plan_mismatch(a, b):
         return _not_passed(why)
     number = relative_difference(a.weights, b.weights)
@@ -306,7 +316,24 @@ def _judge_equivalent_math(a: EquivalenceRun, b: EquivalenceRun, again: Equivale
     passed = number < MAX_DIFFERENCE
     relation = "below" if passed else "not below"
     why = f"in float64 the weights differ by {number:.1e} after {a.steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
-    return ExactnessCheck(passed, number, why)
+    return (early and _judge_early(a, number, *early)) or ExactnessCheck(passed, number, why)
+
+
+def _judge_early(
+    a: EquivalenceRun, number: float, rounded: EquivalenceRun, first: EquivalenceRun, second: EquivalenceRun
+) -> ExactnessCheck | None:
+    """The check after EARLY_STEPS, passed if the training itself makes rounding grow beyond the limit later; else None.
+
+    As large steps of an untrained network do. A recipe that changes nothing at first is not judged by its first steps.
+    """
+    growth, early = relative_difference(a.weights, rounded.weights), relative_difference(first.weights, second.weights)
+    if rounded.steps < a.steps or not growth >= MAX_DIFFERENCE or not 0.0 < early < MAX_DIFFERENCE:
+        return None
+    why = (
+        f"in float64 the weights differ by {early:.1e} after {first.steps} steps, below {MAX_DIFFERENCE:.0e}; after "
+        f"{a.steps} steps by {number:.1e}, but the rounding by another order of the rows grows to {growth:.1e} by then"
+    )
+    return ExactnessCheck(True, early, why)
 
 
 def _judge_reduced_precision(

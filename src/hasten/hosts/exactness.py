@@ -72,7 +72,12 @@ _Wanted = tuple[dict[str, Any], int, int]  # methods, steps, whether it is the s
 class Rounded(Method):
     """Moves every weight up to the next number of its dtype: the smallest change, whose growth is that of rounding."""
 
-    card = Card(summary="every weight one rounding larger", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
+    card = Card(
+        summary="every weight one rounding larger",
+        exactness=Exactness.CHANGES_TRAINING,
+        order=WrapOrder.FIRST,
+        after=(RunConditions.name,),  # which may make them float64
+    )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         with torch.no_grad():
@@ -151,8 +156,10 @@ def check_exactness(trial: ScriptWorker, base: dict[str, Any], exactness: str) -
             # in float64 the last bits, which may not repeat, are far below the limit
             both = runs.in_double(base, candidate, STEPS)
             in_double = _judge_in_double(*both) if both else None
-            if in_double and (in_double["passed"] or runs.is_reproducible()):
+            if in_double and in_double["passed"]:
                 return in_double
+            if in_double and runs.is_reproducible():
+                return _judge_early(runs, base, candidate, in_double)
         if exactness in (Exactness.BIT_EXACT.name, Exactness.EQUIVALENT_MATH.name) and not runs.is_reproducible():
             return _judge_by_noise(runs, base, candidate)
         return _CHECKS[exactness](runs, base, candidate)
@@ -348,6 +355,21 @@ def _judge_in_double(base: ScriptRun, candidate: ScriptRun) -> dict[str, Any]:
     relation, steps = "below" if number < MAX_DIFFERENCE else "not below", candidate.steps
     why = f"in float64 the weights differ by {number:.1e} after {steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
     return _result(number < MAX_DIFFERENCE, number, why)
+
+
+def _judge_early(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """After a few steps in float64, if the training itself makes one rounding grow beyond the limit; else ``whole``.
+
+    As large steps of an untrained network do. A recipe that changes nothing at first is not judged by its first steps.
+    """
+    rounded = runs.run({**base, **DOUBLE, **ROUNDED})
+    growth = _difference(runs.run({**base, **DOUBLE}, keep=True).weights, rounded.weights)
+    both = runs.in_double(base, candidate, GRADIENT_STEPS) if growth >= MAX_DIFFERENCE else None
+    early = _judge_in_double(*both) if both else whole
+    if not early["passed"] or not early["number"]:
+        return whole
+    amplified = f"after {rounded.steps} steps by {whole['number']:.1e}, but one rounding grows to {growth:.1e} by then"
+    return early | {"why": f"{early['why']}; {amplified}"}
 
 
 def _judge_precision(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
