@@ -69,6 +69,7 @@ MIN_GRADIENT_DB, MIN_MOVEMENT_DB = 20.0, 40.0  # signal-to-noise ratios
 SMALL_BATCH = 8  # rows, where a float64 run with whole batches fails
 ROUNDING_STEPS = 5  # of float32 runs: rounding grows with every step
 MOVEMENT_STEPS = 5  # whose weights show that lower precision does nothing but round
+AMPLIFIED_FACTOR = 100.0  # a difference up to so many times what rounding grows to may be rounding
 EARLY_STEPS = 5  # after which recipes are compared whose training makes rounding grow beyond the limit later
 MAX_ROUNDING = 1e-3  # relative change by rounding, above which float32 runs show nothing
 TIMES_ROUNDING, LEAST_ROUNDING = 4.0, 1e-6  # a difference up to so many times the rounding is rounding
@@ -237,16 +238,20 @@ def _both_in_double(case: EquivalenceCase) -> tuple[EquivalenceRun, EquivalenceR
 def _equivalent_math(
     case: EquivalenceCase,
 ) -> tuple[EquivalenceRun, EquivalenceRun, EquivalenceRun | None, tuple[EquivalenceRun, ...]]:
-    """Both arms; if they differ another run of the base, and: the base with other rounding, and both arms early."""
+    """Both arms; if they differ another run of the base; and if they do not differ early: both arms early, and the base
+    with other rounding, to the end and early.
+    """
     a, b = _both_in_double(case)
     comparable = not case.ranks.any(plan_mismatch(a, b) is not None)
     differ = case.ranks.any(comparable and not relative_difference(a.weights, b.weights) < MAX_DIFFERENCE)
     if not differ:
         return a, b, None, ()
-    again, rounded = (
-        run_arm(case, case.base, (RunConditions(double=True, reverse=reverse),), a.steps) for reverse in (False, True)
-    )
-    return a, b, again, (rounded, *both_arms(case, RunConditions(double=True), steps=EARLY_STEPS))
+    again = run_arm(case, case.base, (RunConditions(double=True),), a.steps)
+    early = both_arms(case, RunConditions(double=True), steps=EARLY_STEPS)
+    if case.ranks.any(not relative_difference(early[0].weights, early[1].weights) < MAX_DIFFERENCE):
+        return a, b, again, ()
+    reordered = (RunConditions(double=True, reverse=True),)
+    return a, b, again, (*early, *(run_arm(case, case.base, reordered, steps) for steps in (a.steps, early[0].steps)))
 
 
 def _gradients_and_movement(
@@ -320,14 +325,21 @@ def _judge_equivalent_math(
 
 
 def _judge_early(
-    a: EquivalenceRun, number: float, rounded: EquivalenceRun, first: EquivalenceRun, second: EquivalenceRun
+    a: EquivalenceRun,
+    number: float,
+    first: EquivalenceRun,
+    second: EquivalenceRun,
+    rounded: EquivalenceRun,
+    rounded_early: EquivalenceRun,
 ) -> ExactnessCheck | None:
-    """The check after EARLY_STEPS, passed if the training itself makes rounding grow beyond the limit later; else None.
+    """The check after EARLY_STEPS, passed if rounding explains the ``number`` after all steps; else None.
 
-    As large steps of an untrained network do. A recipe that changes nothing at first is not judged by its first steps.
+    Large steps of an untrained network make rounding grow beyond the limit. A recipe that changes nothing at first is
+    not judged by its first steps, and neither is a training for which another order of the rows is more than rounding.
     """
     growth, early = relative_difference(a.weights, rounded.weights), relative_difference(first.weights, second.weights)
-    if rounded.steps < a.steps or not growth >= MAX_DIFFERENCE or not 0.0 < early < MAX_DIFFERENCE:
+    is_rounding = relative_difference(first.weights, rounded_early.weights) < MAX_DIFFERENCE <= growth
+    if rounded.steps < a.steps or not is_rounding or not early > 0.0 or number > AMPLIFIED_FACTOR * growth:
         return None
     why = (
         f"in float64 the weights differ by {early:.1e} after {first.steps} steps, below {MAX_DIFFERENCE:.0e}; after "

@@ -46,13 +46,19 @@ def _check_classes(train: Any, validation: Any) -> None:
         data.dataset if isinstance(data, DataLoader) else getattr(data, "source", data) for data in (train, validation)
     ]
     names = [getattr(owner, "__dict__", {}).get("classes") for owner in owners]
-    if not all(isinstance(one, (list, tuple)) and one for one in names) or names[0] == names[1]:
+    if not all(isinstance(one, (list, tuple)) and all(isinstance(name, str) for name in one) for one in names):
         return
-    different = sorted({*map(str, names[0])} ^ {*map(str, names[1])}) or ["their order"]
-    what = f"train_data and validation_data have other classes: {', '.join(different[:5])}"
-    raise ConfigurationError(
-        f"{what}; one number would stand for two classes; give both the same directories of classes"
-    )
+    numbers = [{name: number for number, name in enumerate(one)} for one in names]
+    if any(len(by_name) < len(one) for by_name, one in zip(numbers, names, strict=True)):
+        return  # labels of samples
+    shared = numbers[0].keys() & numbers[1].keys()
+    different = sorted(name for name in shared if numbers[0][name] != numbers[1][name])
+    if not different:
+        return
+    one = different[0]
+    what = f"{one} is {numbers[0][one]} and {numbers[1][one]}"
+    problem = "train_data and validation_data number their classes differently"
+    raise ConfigurationError(f"{problem}: {what}; give both the same directories of classes")
 
 
 def initial_plan(task: Task) -> TrainPlan:

@@ -12,6 +12,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -155,7 +156,10 @@ def import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise ConfigurationError(f"{path.name} does not import: {format_error(error)}{line_in(error, path)}") from None
     finally:
-        sys.path[:] = [*(entry for entry in sys.path if entry != directory), directory]
+        with suppress(ValueError):  # the file may have changed the path
+            sys.path.remove(directory)
+        if directory not in sys.path:
+            sys.path.append(directory)
     return module
 
 

@@ -59,6 +59,7 @@ MEMORY_SHARE = 0.5  # of what is available, that these may take
 MAX_DIFFERENCE = 1e-10  # relative, in float64
 MIN_GRADIENT_DB = 20.0
 ROUNDING_FACTOR = 10.0  # times the distance that one rounding of all weights grows to: still the same formula
+AMPLIFIED_FACTOR = 100.0  # the same in float64, where a training makes it grow beyond MAX_DIFFERENCE
 NOISE_FACTOR = 3.0  # times the distance between two runs of a script that is not reproducible
 CONDITIONS = f"{RunConditions.__module__}:{RunConditions.__name__}"  # disables dropout, which float64 draws differently
 DOUBLE, SINGLE = {CONDITIONS: {"double": True}}, {CONDITIONS: {"double": False}}
@@ -358,15 +359,18 @@ def _judge_in_double(base: ScriptRun, candidate: ScriptRun) -> dict[str, Any]:
 
 
 def _judge_early(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """After a few steps in float64, if the training itself makes one rounding grow beyond the limit; else ``whole``.
+    """After a few steps in float64, if rounding explains the difference after all of them; else ``whole``.
 
-    As large steps of an untrained network do. A recipe that changes nothing at first is not judged by its first steps.
+    Large steps of an untrained network make one rounding grow beyond the limit. A recipe that changes nothing at first
+    is not judged by its first steps.
     """
-    rounded = runs.run({**base, **DOUBLE, **ROUNDED})
-    growth = _difference(runs.run({**base, **DOUBLE}, keep=True).weights, rounded.weights)
-    both = runs.in_double(base, candidate, GRADIENT_STEPS) if growth >= MAX_DIFFERENCE else None
+    both = runs.in_double(base, candidate, GRADIENT_STEPS)
     early = _judge_in_double(*both) if both else whole
     if not early["passed"] or not early["number"]:
+        return whole
+    rounded = runs.run({**base, **DOUBLE, **ROUNDED})
+    growth = _difference(runs.run({**base, **DOUBLE}, keep=True).weights, rounded.weights)
+    if not (growth >= MAX_DIFFERENCE and whole["number"] <= AMPLIFIED_FACTOR * growth):
         return whole
     amplified = f"after {rounded.steps} steps by {whole['number']:.1e}, but one rounding grows to {growth:.1e} by then"
     return early | {"why": f"{early['why']}; {amplified}"}

@@ -215,7 +215,7 @@ class ScriptProcess:
         assert self.connection is not None, "it has answered"
         with contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps({"call": "end"}).encode())
-        if wait([self.exit], EXIT_S) and self.server.exit_code(self.pid) != 0:
+        if wait([self.exit], EXIT_S) and (self.server.exit_code(self.pid) or 0) > 0:  # a signal ends hardly more
             self._explain_end()
 
     def rivals(self) -> int:

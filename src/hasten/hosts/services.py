@@ -11,7 +11,7 @@ from hasten.hosts.arm import HANGING_S, ScriptArm, ScriptProbe, ScriptWorker, Wa
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import remember
-from hasten.hosts.whole_run import has_named_metric, metric_of_run, run_to_end
+from hasten.hosts.whole_run import has_named_metric, metric_at_end, run_to_end
 from hasten.utils.durations import duration_option
 
 if TYPE_CHECKING:
@@ -112,8 +112,6 @@ def watch_script(script: ScriptRef, deadline: float | None = None, run_seconds: 
             process.close()
             return watch_script(script, deadline, run_seconds)
         described = process.ask("describe", None, deadline)
-        if answer.get("ended"):
-            process.check_end()
         if not (has_come or answer.get("ended")):
             has_come = has_named_metric(script, process, described, enough=1)
         described |= {"watched_seconds": time.monotonic() - began, "watched_steps": answer["steps"]}
@@ -123,7 +121,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None, run_seconds: 
         described["facts"] = sorted({*described["facts"], *earlier})
         described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
         described["total_steps"] = answer["steps"] if answer.get("ended") else None
-        metric = metric_of_run(script, process, described) if described["total_steps"] else None
+        metric = metric_at_end(script, process, described) if answer.get("ended") else None
         described["metric"] = metric and {"name": metric.name, "direction": metric.direction}
         return remember(script, described)
 

@@ -96,6 +96,14 @@ def seen_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, 
     return nothing | seen
 
 
+def metric_at_end(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> Found | None:
+    """``metric_of_run`` of a script that has ended; raises as ``ScriptProcess.check_end`` if it leaves in error."""
+    try:
+        return metric_of_run(script, process, described)  # before it continues, and prints more
+    finally:
+        process.check_end()
+
+
 def has_named_metric(
     script: ScriptRef, process: ScriptProcess, described: dict[str, Any], enough: int = ENOUGH_VALUES
 ) -> bool:
@@ -161,10 +169,9 @@ def run_to_end(trial: ScriptWorker, target: float | None = None, time_limit: flo
             if limit is not None and time.monotonic() > limit and not answer.get("ended"):
                 limit, pruned = None, not _has_reached(script, process, target, deadline)
         described = process.ask("describe", None, deadline)
-        if answer.get("ended"):
-            process.check_end()
         has_metric = not pruned or seen_metric(script, process, described)["name"]  # a pruned run may end before it
-        found = metric_of_run(script, process, described) if has_metric else None
+        find_metric = metric_at_end if answer.get("ended") else metric_of_run
+        found = find_metric(script, process, described) if has_metric else None
     if found is None and not pruned:
         raise RunError(f"the metric is missing: {script.name} printed and logged none on held-out data")
     marks = described["marks"]

@@ -65,7 +65,8 @@ def finish_earlier(study: Study, state: SearchState, earlier: Mapping[str, Any],
             state.findings = [*(one for one in state.findings if one.recipe != found.recipe), found]
     confirmations = [trial for trial in study.trials if trial["stage"] == "confirmation"]
     refuted = {trial["what"] for trial in confirmations if trial["verdict"] != "passed"}
-    state.findings = [one for one in state.findings if one.evidence != ESTIMATED or str(one.recipe) not in refuted]
+    settled = [one for one in state.findings if one.evidence != ESTIMATED and not one.to_prove]
+    state.findings = [one for one in state.findings if one in settled or str(one.recipe) not in refuted]
     others = [recipe for recipe in recipes if changes_training(recipe)]
     if not others or not has_training_stage or state.run_seconds is None:
         return

@@ -18,6 +18,8 @@ from hasten.tuning.confirm import SUBSTITUTED, Confirmation
 from hasten.tuning.finding import (
     DEFAULT_LEVEL,
     ESTIMATED,
+    EXACT,
+    PRECISION,
     SURELY_FASTER,
     Finding,
     frontier,
@@ -252,11 +254,18 @@ def _why(study: Study, state: SearchState, is_partial: bool = False) -> str:
         return confirmation.why
     if state.too_small:
         return state.too_small
-    perhaps = next((one for one in state.findings if one.to_prove and not changes_training(one.recipe)), None)
+    perhaps = next((one for one in state.findings if _may_be_faster(one, state.level)), None)
     why = _why_nothing_is_faster(study.trials, is_partial)
     if perhaps is None or is_partial:
         return why
     return f"{perhaps.recipe} may be faster, {perhaps.gain}, which is not sure yet; {perhaps.to_prove}; {why}"
+
+
+def _may_be_faster(found: Finding, level: str) -> bool:
+    """Whether it is open that a recipe which keeps the training is faster, and could be known at the asked level."""
+    return (
+        bool(found.to_prove) and not changes_training(found.recipe) and (level != EXACT or found.evidence != PRECISION)
+    )
 
 
 def _why_nothing_is_faster(trials: Sequence[Mapping[str, Any]], is_partial: bool) -> str:

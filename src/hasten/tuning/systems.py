@@ -214,13 +214,18 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
             study.note(str(recipe), "confirmation", "no effect", outcome["failed"], seconds=spent)
             spent, recipe = 0.0, recipe.drop(*idle)
             outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
-        was_short = outcome.get("verdict") == UNSURE and outcome["seconds"] < seconds < study.budget.left()
-        if was_short:  # it was made within a smaller budget, and is stored
+        is_open = "failed" not in outcome and (
+            outcome["verdict"] == UNSURE or finding.to_be_sure(whole_run_ratio(outcome, samples), outcome["seconds"])
+        )
+        if (
+            is_open and outcome["seconds"] < seconds < study.budget.left()
+        ):  # it was made within a smaller budget, and is stored
             outcome = study.compare_speed(Recipe(), recipe, **how, salt=f"confirmation of {seconds:.0f} s")
         if is_disturbed(outcome):
-            spent, salt = spent + outcome["trial_seconds"], f"confirmation of {seconds:.0f} s, after one beside others"
+            salt = f"confirmation of {seconds:.0f} s, after one beside others"
             with suppress(OutOfBudgetError):
                 again = study.compare_speed(Recipe(), recipe, **how, salt=salt)
+                spent += (outcome if "failed" not in again else again)["trial_seconds"]
                 outcome = outcome if "failed" in again else again
         spent, ratio, why = spent + outcome["trial_seconds"], outcome.get("ratio"), check["why"]
         if failed := outcome.get("failed"):
@@ -238,7 +243,7 @@ def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: 
             to_prove = finding.to_be_sure(speedup, outcome["seconds"])
             if is_disturbed(outcome):
                 level, budget = finding.ESTIMATED, duration_option(outcome["seconds"] / finding.CONTINUED_SHARE)
-                why, to_prove = f"{why}; {_disturbance(outcome)}", f"let the machine be idle: --budget +{budget}"
+                why, to_prove = f"{why}; {_disturbance(outcome)}", f"repeat it on an idle machine: --budget +{budget}"
             return Finding(recipe, level, speedup, why, to_prove=to_prove, comparison=outcome)
     return None
 

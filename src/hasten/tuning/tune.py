@@ -12,6 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ def tune(
     try:
         # a search that cannot be continued runs nothing
         before = _earlier_result(directory, {"margin": margin}) if continues else {}
-        facts = _describe(task, processes, clock, before.get("baseline_seconds"))
+        needs_whole_run = evidence not in ("exact", "precision")
+        facts = _describe(task, processes, clock, before.get("baseline_seconds") if needs_whole_run else None)
         used: str = task.device(asked)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
             why = facts.get("no_whole_run") or "the task has none; add it, or choose exact or precision"
@@ -165,7 +167,7 @@ def tune(
         of_search = {"others_percent": noise.summary(0.0, 0.0)["others_percent"]}
         result["system_noise"] = {**result["system_noise"], **of_search}
         write(directory, result)
-        # last: it says that the result is one of this search
+        # written last: it marks the result as one of this search
         atomic_write(directory / "search.json", lambda file: file.write(text.encode()), FREE_THE_DISK)
         task.write_sites(directory, Recipe(result["recipe"] or {}))
         return result
@@ -235,10 +237,11 @@ def search_directory(task: Any, out: str | Path | None = None) -> Path:
 
 def _command_of(directory: Path) -> str | None:
     """The command of the search in a directory; None if there is none, or it is not known."""
-    try:
-        return json.loads((directory / "search.json").read_text(encoding="utf-8")).get("command")
-    except (OSError, ValueError, AttributeError):
-        return None
+    for name in ("result.json", "search.json"):
+        with suppress(OSError, ValueError, AttributeError):
+            if command := json.loads((directory / name).read_text(encoding="utf-8")).get("command"):
+                return command
+    return None
 
 
 def _describe(task: TaskRef, processes: int, budget: Budget, run_seconds: float | None) -> dict[str, Any]:

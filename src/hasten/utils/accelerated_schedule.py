@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch.optim.lr_scheduler import OneCycleLR, SequentialLR
+
 from hasten._torch_compat import chained_schedulers
 from hasten.core.run_context import RunContext
 from hasten.utils.optimizers import takes_steps
@@ -39,7 +41,8 @@ class AcceleratedSchedule:
         due = self.step_count / self.factor
         due = round(due) if self.factor < 1 else int(due + 1e-9)  # an epoch ends with its last step
         # the run's steps are rounded, and OneCycleLR refuses to go beyond its end
-        last = min((one.total_steps for one in self._schedulers if hasattr(one, "total_steps")), default=due)
+        members = [self.schedule] if isinstance(self.schedule, SequentialLR) else self._schedulers
+        last = min((one.total_steps for one in members if isinstance(one, OneCycleLR)), default=due)
         while self.advanced < min(due, last):
             self.schedule.step()
             self.advanced += 1

@@ -50,15 +50,17 @@ def batch_tensors(batch: Batch) -> list[torch.Tensor]:
 
 def batch_size(batch: Batch) -> int:
     """Number of samples: the first dimension of the first tensor that is not a scalar; 1 without one. Of a graph, the
-    number of its seed nodes. A tensor in the batch itself comes before those in its lists, which may be samples.
+    number of its seed nodes. Tensors in lists of the batch come last: these may be samples.
     """
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and (shape := batch[0].shape):
         return shape[0]  # the usual case, fast: one tensor is touched once
     if is_graph(batch):
         return num_seeds(batch)
-    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    direct = (item.shape[0] for item in items if isinstance(item, torch.Tensor) and item.ndim)
-    return next(direct, None) or next((tensor.shape[0] for tensor in batch_tensors(batch) if tensor.ndim), 1)
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    first = (tensor for item in items if type(item) is not list for tensor in batch_tensors([item]) if tensor.ndim)
+    if (tensor := next(first, None)) is not None:
+        return tensor.shape[0]
+    return next((tensor.shape[0] for tensor in batch_tensors(batch) if tensor.ndim), 1)
 
 
 def copy_to_device(batch: Batch, device: torch.device) -> Batch:
@@ -94,8 +96,10 @@ def chunk_batch(batch: Batch, count: int) -> list[Batch]:
 
     def is_list_of_samples(node: Any) -> bool:
         """Images of different sizes, or targets of detection; not the inputs of a model with several."""
-        if type(node) is not list or len(node) != total or node is batch or all(map(has_all, node)):
+        if type(node) is not list or len(node) != total or node is batch:
             return False
+        if all(map(has_all, node)):  # inputs, unless they are as many images as each has channels
+            return len({item.shape for item in node}) > 1 and node[0].ndim == 3
         return all(isinstance(item, (torch.Tensor, Mapping)) for item in node)
 
     def cut(low: int, high: int) -> Batch:
