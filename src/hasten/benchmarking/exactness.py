@@ -321,7 +321,8 @@ def _judge_equivalent_math(
     passed = number < MAX_DIFFERENCE
     relation = "below" if passed else "not below"
     why = f"in float64 the weights differ by {number:.1e} after {a.steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
-    return (early and _judge_early(a, number, *early)) or ExactnessCheck(passed, number, why)
+    judged_early = _judge_early(a, number, *early) if early else None
+    return judged_early or ExactnessCheck(passed, number, why)
 
 
 def _judge_early(

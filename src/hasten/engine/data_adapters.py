@@ -42,15 +42,7 @@ def load_data(task: Task) -> Task:
 
 def _check_classes(train: Any, validation: Any) -> None:
     """ConfigurationError if both number their classes by name, as images in directories do, and not alike."""
-    owners = [
-        data.dataset if isinstance(data, DataLoader) else getattr(data, "source", data) for data in (train, validation)
-    ]
-    names = [getattr(owner, "__dict__", {}).get("classes") for owner in owners]
-    if not all(isinstance(one, (list, tuple)) and all(isinstance(name, str) for name in one) for one in names):
-        return
-    numbers = [{name: number for number, name in enumerate(one)} for one in names]
-    if any(len(by_name) < len(one) for by_name, one in zip(numbers, names, strict=True)):
-        return  # labels of samples
+    numbers = [_class_numbers(data) for data in (train, validation)]
     shared = numbers[0].keys() & numbers[1].keys()
     different = sorted(name for name in shared if numbers[0][name] != numbers[1][name])
     if not different:
@@ -59,6 +51,17 @@ def _check_classes(train: Any, validation: Any) -> None:
     what = f"{one} is {numbers[0][one]} and {numbers[1][one]}"
     problem = "train_data and validation_data number their classes differently"
     raise ConfigurationError(f"{problem}: {what}; give both the same directories of classes")
+
+
+def _class_numbers(data: Any) -> dict[str, int]:
+    """Class -> number of data that know the names of their classes; empty for others."""
+    owner: Any = cast(Any, data).dataset if isinstance(data, DataLoader) else getattr(data, "source", data)
+    names: Any = getattr(owner, "__dict__", {}).get("classes")
+    if not isinstance(names, (list, tuple)):
+        return {}
+    listed: list[Any] = list(names)  # pyright: ignore[reportUnknownArgumentType]
+    of_classes = all(isinstance(name, str) for name in listed) and len({*map(str, listed)}) == len(listed)
+    return {name: number for number, name in enumerate(listed)} if of_classes else {}  # else labels of samples
 
 
 def initial_plan(task: Task) -> TrainPlan:

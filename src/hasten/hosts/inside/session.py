@@ -58,7 +58,7 @@ class Session:
     def __init__(self, directory: Path, spec: dict[str, Any]):
         self.directory, self.spec = directory, spec
         self.is_real = spec["mode"] == "train"  # a training for real, no trial
-        copy = os.environ.get(COPY, spec["directory"])
+        copy: str = os.environ.get(COPY) or spec["directory"]
         self.sites, self.phases = Sites(copy), PhaseTimer(torch.device(spec["device"]))
         self.began, self.logged = time.perf_counter(), list[tuple[float, str, float, bool]]()
         self.connection: Any = None
