@@ -74,7 +74,7 @@ def write_patch(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: P
     for title, texts in by_hand.items():
         lines = "\n".join(texts).split("\n")  # a text may have several
         heading += [title, *(f"#   {line}" for line in lines)] if texts else []
-    if diffs and by_hand[NOT_IN_PATCH]:
+    if any(diffs) and by_hand[NOT_IN_PATCH]:
         heading.append(
             "# The speed-up of the recipe was measured with all of its methods: without these it may be smaller."
         )
