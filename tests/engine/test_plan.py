@@ -162,7 +162,7 @@ def test_task_with_mismatched_parts_is_refused(changes, message):
 
 
 def test_parameters_outside_the_model_are_refused_in_several_processes():
-    """Nobody averages their gradients over the ranks."""
+    """Their gradients are not averaged over the ranks."""
     weight = torch.nn.Parameter(torch.ones(()))
     task = dataclasses.replace(
         engine_tasks.map_style(), optimizer=lambda model: torch.optim.SGD([*model.parameters(), weight], lr=0.1)
