@@ -146,33 +146,6 @@ class ChangesTheProcess(Plain):
         torch.backends.mkldnn.enabled = False
         return model
 
-class RoundsOtherwise(Plain):
-    """The same formula: a third of three times the gradient."""
-    def grad_transform(self, grad_transform, run):
-        def scaled():
-            grad_transform()
-            for p in run.model.parameters():
-                p.grad.mul_(3).div_(3)
-        return scaled
-
-class ActsLate(Plain):
-    """From the tenth step on another learning rate."""
-    def grad_transform(self, grad_transform, run):
-        def late():
-            grad_transform()
-            if run.progress.step >= 10:
-                for p in run.model.parameters():
-                    p.grad.mul_(1.001)
-        return late
-
-class ActsEarly(Plain):
-    def grad_transform(self, grad_transform, run):
-        def changed():
-            grad_transform()
-            for p in run.model.parameters():
-                p.grad.mul_(1 + 1e-8)
-        return changed
-
 class IsSlow(Plain):
     """Slow by the clock that the test patches."""
     def optimizer_step(self, optimizer_step, run):
@@ -501,34 +474,3 @@ def test_wrong_bit_exact_method_on_a_model_that_does_not_repeat_itself_fails(nam
 def test_bit_exact_method_that_differs_on_a_model_that_repeats_itself_fails(check):
     result = check("Rounds", Exactness.BIT_EXACT)
     assert not result.passed and result.reproducible and "does not repeat itself" not in result.why
-
-
-class Logistic(torch.nn.Module):
-    """Weights that SGD with lr=1 moves as the logistic map does: every rounding doubles in every step."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.linspace(0.1, 0.7, 32))
-
-    def forward(self, x):
-        return (x.sin() / math.sin(1)).mean() * (4 / 3 * self.w**3 - 1.5 * self.w**2).sum()
-
-
-@pytest.mark.parametrize(("name", "passed"), [("RoundsOtherwise", True), ("ActsLate", False), ("ActsEarly", False)])
-def test_training_that_amplifies_rounding_is_judged_by_its_first_steps(name, passed, check):
-    x = 1 - 0.03 * torch.rand(30 * 8, 1, generator=torch.Generator().manual_seed(0))
-    task = dataclasses.replace(
-        tasks.perceptron(),
-        model=Logistic,
-        train_data=torch.utils.data.TensorDataset(x, x),
-        validation_data=None,
-        loss=lambda output, target: output,
-        metric="loss",
-        target=None,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
-        batch_size=8,
-        epochs=1,
-    )
-    result = check(name, Exactness.EQUIVALENT_MATH, task=task)
-    assert result.passed is passed, result.why
-    assert ("after 5 steps" in result.why and "grows to" in result.why) is passed, result.why

@@ -121,7 +121,8 @@ class Planted:
         return ""
 
     def note(self, what: str, stage: str, verdict: str, why: str, *, ratio=None, seconds: float = 0.0) -> None:
-        self.trials.append({"what": what, "stage": stage, "verdict": verdict, "why": why, "seconds": seconds})
+        trial = {"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio}
+        self.trials.append(trial | {"seconds": seconds})
 
     def kinds(self, kind: str) -> list[str]:
         return [what for each, what in self.asked if each == kind]

@@ -19,7 +19,7 @@ from hasten.engine.tasks import TaskRef
 from hasten.profiling.step_profile import profile_steps
 from hasten.tuning import study, tune
 from hasten.tuning.budget import Budget
-from hasten.tuning.confirm import Confirmation
+from hasten.tuning.confirmation import Confirmation
 from hasten.tuning.gate import NonInferiorityResult
 from hasten.tuning.result import SearchState, _why
 from hasten.tuning.study import Study

@@ -1,6 +1,7 @@
 """The confirmation: which recipe runs on which seeds, and which one wins. Outcomes of runs are planted."""
 
 import math
+from dataclasses import dataclass, field, replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -319,27 +320,56 @@ def test_confirm_of_a_recipe_that_misses_the_target_as_the_original_does_judges_
         def run(self, recipe, seed):
             run = super().run(recipe, seed)
             missed = dict.fromkeys(("seconds_to_target", "samples_to_target", "first_samples"))
-            return run | (missed if seed in (fresh_seeds(0, 1)[0], *also_missed) and (recipe or is_alike) else {})
+            return run | (missed if seed in (fresh_seeds(0, 1)[0], *also_missed) else {})
 
-    also_missed, is_alike = [], True
+    also_missed = []
     won = confirmed(NearTheTarget({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,))
     assert won.passed and won.speedup == won.training_speedup
-    is_alike = False
-    assert "never reached the target" in confirmed(NearTheTarget({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,)).why
     also_missed = further_seeds(0, 1)
-    is_alike = True
     assert confirmed(NearTheTarget({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,)).passed
 
 
-def test_confirm_of_a_recipe_whose_further_run_alone_misses_the_target_fails():
-    class Late(PlantedTrainings):
-        def run(self, recipe, seed):
-            missed = {"seconds_to_target": None} if seed in further_seeds(0, 1) else {}
-            return super().run(recipe, seed) | missed
+@dataclass
+class NearTarget(PlantedTrainings):
+    """Trainings that end near a target; those of the recipe on seeds in ``ends`` with another metric."""
 
-    study = Late({"baseline": 0.9, str(FASTER): 0.9})
-    done = confirmed(study, (FASTER,))
+    target: float = 0.9
+    ends: dict[int, float] = field(default_factory=dict)
+
+    def run(self, recipe, seed):
+        run = super().run(recipe, seed)
+        metric = self.ends.get(seed, run["metric"]) if recipe else run["metric"]
+        missed = dict.fromkeys(("seconds_to_target", "samples_to_target", "first_samples"))
+        return run | {"metric": metric} | (missed if metric < self.target else {})
+
+    def confirmed(self):
+        return confirm(self, [FASTER], replace(baseline_of(), target=self.target), 5.0)[0]
+
+
+FIRST_SEEDS = pytest.mark.parametrize("seed", [fresh_seeds(0, 1)[0], further_seeds(0, 1)[0]])
+
+
+@FIRST_SEEDS
+def test_one_seed_that_misses_the_target_by_less_than_the_margin_is_left_to_the_gate(seed):
+    study = NearTarget({"baseline": 0.9, str(FASTER): 0.9}, target=0.896, ends={seed: 0.895})
+    won = study.confirmed()
+    assert won.passed and won.speedup == won.training_speedup
+    assert "1 of its 9 seeds missed the target 0.896" in won.why
+
+
+def test_recipe_that_misses_the_target_on_average_is_not_proven_though_it_ends_as_well():
+    done = NearTarget({"baseline": 0.9, str(FASTER): 0.895}, target=0.896).confirmed()
+    assert not done.passed and not done.gate.passed and "so does their mean, 0.895" in done.why
+    assert done.gate.difference["low"] > -MARGIN
+
+
+@FIRST_SEEDS
+def test_recipe_of_which_one_run_ends_below_the_target_by_more_than_the_margin_fails(seed):
+    study = NearTarget({"baseline": 0.9, str(FASTER): 0.9}, target=0.896, ends={seed: 0.885})
+    done = study.confirmed()
     assert not done.passed and "never reached the target" in done.why
+    if not done.gain:
+        return  # its first pair ended it
     found = _finding_of(study, SimpleNamespace(run_seconds=10.0), done, is_whole=True)
     assert found.evidence == "estimated" and found.speedup.median > 2 and "missed the target" in found.to_prove
 

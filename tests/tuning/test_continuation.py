@@ -12,7 +12,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.tuning import continuation, training_stage
 from hasten.tuning.budget import Budget, OutOfBudgetError
-from hasten.tuning.confirm import Confirmation
+from hasten.tuning.confirmation import Confirmation
 from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_measured
 from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding, recommended, to_be_sure
 from hasten.tuning.gate import not_passed
@@ -136,11 +136,22 @@ def test_estimate_stays_an_answer_while_another_recipe_is_confirmed(monkeypatch)
     before, now = Recipe.parse("znorm"), Recipe.parse("ema")
     estimates = [Finding(recipe, ESTIMATED, Ratio(2.0, 1.8, 2.2), "") for recipe in (before, now)]
     state = SearchState(run_seconds=1.0, plan=PLAN, findings=estimates, tested=[before], save=lambda: None)
-    attempt = Confirmation(now, not_passed("it ended worse", 0.1), looks=1)
+    attempt = Confirmation(now, not_passed("it ended worse", 0.1), looks=1, over=True)
     monkeypatch.setattr(training_stage, "confirm", lambda *_: [attempt])
     study = Planted()
     training_stage._confirm(study, state, baseline_of(study), [now], is_whole=True)
     assert [found.recipe for found in state.findings] == [before] and state.tested == [before, now]
+
+
+def test_estimate_of_a_recipe_whose_confirmation_ends_before_two_pairs_stays_and_counts_as_not_tested(monkeypatch):
+    recipe = Recipe.parse("ema")
+    estimate = Finding(recipe, ESTIMATED, Ratio(2.0, 1.8, 2.2), "")
+    state = SearchState(run_seconds=1.0, plan=PLAN, findings=[estimate], save=lambda: None)
+    attempt = Confirmation(recipe, not_passed("no seed was run", 0.1), looks=1)
+    monkeypatch.setattr(training_stage, "confirm", lambda *_: [attempt])
+    study = Planted()
+    training_stage._confirm(study, state, baseline_of(study), [recipe], is_whole=True)
+    assert state.findings == [estimate] and state.tested == []
 
 
 def test_recipe_whose_speed_is_open_is_compared_for_longer(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import Budget
-from hasten.tuning.joint_search import POINTS, Space, search_jointly, shorten, split_joint
+from hasten.tuning.joint_search import POINTS, Space, lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.systems import Incumbents, candidate
 from hasten.tuning.training import Baseline, first_outcome, run_seeds
 from hasten.utils.search_range import SearchRange
@@ -114,6 +114,14 @@ def test_shorten_finds_the_least_length_that_ends_as_well():
     assert lengths == [0.64, 0.45, 0.32], "each is a recipe to fall back on"
     assert best.gain_over(whole) == pytest.approx(1 / 0.32, rel=0.01)
     assert shorten(study, Incumbents(), ITEMS, baseline, whole) is whole, "the task as it is has no length to change"
+
+
+@pytest.mark.parametrize(("factor", "longer"), [(0.15, 0.3), (0.32, 0.64), (0.4, None)])
+def test_lengthened_recipe_trains_twice_as_long_within_the_range(factor, longer):
+    recipe = Recipe({"budgeted_schedule": {"factor": factor, "peak": 8.0}, "batch_size": {"factor": 4}})
+    found = lengthened(recipe, ITEMS)
+    assert found == (longer and recipe.with_method("budgeted_schedule", factor=longer, peak=8.0))
+    assert lengthened(recipe.drop("budgeted_schedule"), ITEMS) is None
 
 
 def test_joint_search_tries_no_length_of_the_best_recipe_or_longer():

@@ -4,7 +4,7 @@ import pytest
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
-from hasten.tuning.confirm import Confirmation
+from hasten.tuning.confirmation import Confirmation
 from hasten.tuning.finding import ESTIMATED, EXACT, PROVEN, Finding
 from hasten.tuning.gate import not_passed
 from hasten.tuning.result import SearchState, _quality, _training_seconds, _why_nothing_is_faster

@@ -5,12 +5,8 @@ import pytest
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
 from hasten.engine import registry
-from hasten.tuning.confirm import (
-    SUBSTITUTED,
-    confirm,
-    fresh_seeds,
-    quality_risks,
-)
+from hasten.tuning.confirm import confirm, fresh_seeds, quality_risks
+from hasten.tuning.confirmation import SUBSTITUTED
 from hasten.tuning.finding import Finding
 from hasten.tuning.training import Baseline, Substitute
 from hasten.tuning.training_stage import _substitute

@@ -11,7 +11,7 @@ from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import surest
-from hasten.tuning.study import Study, changes_training, exactness_of
+from hasten.tuning.study import EXACT, Study, changes_training, exactness_of
 from hasten.tuning.systems import LONGER, MIN_GAIN, PROMISING_GAIN, Incumbents, whole_run_ratio
 from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import FEWER_SAMPLES, Baseline, seconds_of
@@ -24,15 +24,14 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
     """Pushes the best recipe without its methods of unproven contribution; returns ``contributions`` of the rest.
 
     The method of least contribution is removed first, and the others are measured again. A method stays if the recipe
-    is surely faster with it, or ends better by the margin. Without a ``baseline`` all methods are exact and the recipe
-    is known to be faster as a whole: then it is enough that the recipe is probably faster with the method, since what
-    that saves may be less than one comparison can prove. ``samples``: training samples of the task's own run; the runs
+    is surely faster with it, or ends better by the margin. Of an exact method, which costs no quality, it is enough
+    that the recipe is probably faster with it: what that saves may be less than one comparison can prove. ``samples``: training samples of the task's own run; the runs
     of a recipe that changes the training show how many that recipe needs.
     """
     found: list[dict] = []
     while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best, samples, baseline)):
         found = measured
-        unproven = [row for row in found if _is_unproven(row["speedup"], is_exact=baseline is None)]
+        unproven = [row for row in found if _is_unproven(row["speedup"], exactness_of(row["method"]) in EXACT)]
         unproven = [row for row in unproven if not _ends_better(study, incumbents.best, row["method"], baseline)]
         if not unproven:
             break

@@ -44,6 +44,10 @@ class Budget:
         """Seconds within which a new trial may begin."""
         return self.total - self.spent - self.reserved - self.withheld
 
+    def left_for_new(self) -> float:
+        """The same, for trials that an interrupted search has not stored: those take time in this process."""
+        return min(self.left(), self._wall_left() - self.reserved - self.withheld_wall)
+
     def deadline(self) -> float | None:
         """Reading of ``time.monotonic`` at which a trial that began now is ended; None while the budget is infinite.
 

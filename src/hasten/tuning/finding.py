@@ -58,19 +58,22 @@ def surest(to_target: Ratio, whole: Ratio | None) -> Ratio:
 
 
 def to_be_sure(speedup: Ratio, seconds: float) -> str:
-    """What it would take to know that a recipe is faster, which a comparison of so many seconds has left open.
+    """What it would take to know that a recipe is faster, which a comparison of ``seconds`` left open; or ""."""
+    needed = seconds_to_be_sure(speedup, seconds)
+    budget = duration_option(needed / CONTINUED_SHARE)
+    return f"a longer comparison, about {format_duration(needed)}: --budget +{budget}" if needed else ""
 
-    The interval of a comparison gets narrower with the square root of its time. "" if that would hardly decide it.
+
+def seconds_to_be_sure(speedup: Ratio, seconds: float) -> float:
+    """Seconds of a comparison that would show a recipe to be faster, where one of ``seconds`` has left it open; or 0.
+
+    The interval of a comparison gets narrower with the square root of its time. 0 if that would hardly decide it.
     """
     if speedup.low > SURELY_FASTER or speedup.median <= SURELY_FASTER or speedup.high <= speedup.median:
-        return ""
+        return 0.0
     width, distance = math.log(speedup.high / speedup.median), math.log(speedup.median / SURELY_FASTER)
     longer = (width / distance) ** 2
-    if longer > MOST_LONGER:
-        return ""
-    needed = SPARE * longer * seconds
-    budget = duration_option(needed / CONTINUED_SHARE)
-    return f"a longer comparison, about {format_duration(needed)}: --budget +{budget}"
+    return SPARE * longer * seconds if longer <= MOST_LONGER else 0.0
 
 
 def frontier(findings: Iterable[Finding]) -> list[Finding]:

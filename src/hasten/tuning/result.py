@@ -14,7 +14,7 @@ from hasten.engine.registry import drop_distributed
 from hasten.engine.run_dir import atomic_write
 from hasten.reporting.result_schema import Curve, OfferedMethod, Point, TuneResult
 from hasten.tuning.candidates import Candidates
-from hasten.tuning.confirm import SUBSTITUTED, Confirmation
+from hasten.tuning.confirmation import SUBSTITUTED, Confirmation
 from hasten.tuning.finding import (
     DEFAULT_LEVEL,
     ESTIMATED,

@@ -32,11 +32,13 @@ from hasten.utils.op_recorder import NOT_CHECKED
 
 AS_FAST = Ratio(1.0, 1.0, 1.0)
 MIN_GAIN = 1.02  # a smaller gain in the time of the training is none
+ROUNDS, MANY_ROUNDS = (3, 8), (3, 16)  # pairs of processes in a comparison that is reported, and in a longer one
 PROMISING_GAIN, LONGER = 1.05, 3  # a comparison that is unsure with this median is repeated for so many times as long
+AGAIN: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "salt": "longer"}  # which takes several pairs of processes
 MAX_LOSSES = 2  # presets in a row that lost, after which a method is given up: they grow bolder
-ROUNDS = (3, 8)  # pairs of processes in a comparison that is reported
 MAX_FALLBACKS = 3  # recipes to confirm, if the best ones fail
 MAX_SLOWDOWN, MAX_OTHERS_PERCENT = 1.5, 10.0  # of the task beside other programs, and their share of the processors
+MOST_OTHERS_PERCENT = 30.0  # the same share, where the slowdown is unknown
 MAX_LOSS_CHANGE = 0.02  # of the mean training loss over the compared steps, by lower precision
 
 
@@ -138,6 +140,27 @@ def search_systems(
                 incumbents.push(*best)
 
 
+def try_unsure_together(
+    study: Study, incumbents: Incumbents, candidates: list[Candidate], samples: float, seconds: float
+) -> None:
+    """Tries as one recipe, and for longer, what was unsure in ``search_systems``; pushes it if it is accepted.
+
+    Several methods that save a few per cent each are not surely faster one by one, and together they are.
+    """
+    recipe = incumbents.best
+    for item in candidates:
+        seen = {str(Recipe({item.name: options})): options for options in item.presets}
+        unsure = [trial for trial in study.trials if trial["what"] in seen and trial["verdict"] == UNSURE]
+        best = max(unsure, key=lambda trial: trial["ratio"]["median"], default=None)
+        if best and best["ratio"]["median"] > MIN_GAIN and item.name not in recipe.methods:
+            joined = recipe.with_method(item.name, **seen[best["what"]])
+            recipe = joined if conflict_reason(joined) is None else recipe
+    if recipe != incumbents.best:
+        text = str(recipe.drop(*incumbents.best.methods))
+        if accepted := _try_recipe(study, incumbents.best, recipe, text, samples, LONGER * seconds, **AGAIN):
+            incumbents.push(*accepted)
+
+
 def _try_recipe(
     study: Study,
     base: Recipe,
@@ -147,8 +170,12 @@ def _try_recipe(
     seconds: float,
     exactness: Exactness | None = None,
     check_first: bool = False,
+    **how: Any,
 ) -> tuple[Recipe, Ratio] | None:
-    """Compares ``recipe`` with ``base``: (recipe, speed-up) if it is accepted, else None; notes the trial."""
+    """Compares ``recipe`` with ``base``: (recipe, speed-up) if it is accepted, else None; notes the trial.
+
+    ``how``: further arguments of ``Study.compare_speed``.
+    """
     exactness = exactness or loosest_exactness(recipe)
     spent, ratio, outcome = 0.0, None, dict[str, Any]()
 
@@ -170,15 +197,18 @@ def _try_recipe(
         spent += check["trial_seconds"]
         if not check.get("passed"):
             return note(*check_verdict(check))
-    outcome = study.compare_speed(base, recipe, seconds=seconds)
+    outcome = study.compare_speed(base, recipe, seconds=seconds, **how)
     spent += outcome["trial_seconds"]
-    if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN:
+    is_unsure = outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN
+    if (is_unsure and not how) or is_disturbed(outcome):
         ratio = outcome["ratio"]
-        outcome = unless_budget_ends(lambda: study.compare_speed(base, recipe, seconds=LONGER * seconds, salt="longer"))
+        outcome = unless_budget_ends(lambda: study.compare_speed(base, recipe, seconds=LONGER * seconds, **AGAIN))
         spent += outcome["trial_seconds"]
     if "failed" in outcome:
         return note(failure_verdict(outcome["failed"]), outcome["failed"])
     ratio = outcome["ratio"]
+    if is_disturbed(outcome):
+        return note(UNSURE, f"{outcome['why']}; {_disturbance(outcome)}")
     if outcome["verdict"] != FASTER:
         return note("no gain" if outcome["verdict"] == SAME else outcome["verdict"], outcome["why"])
     gain = run_speedup(outcome, samples)
@@ -193,73 +223,101 @@ def _try_recipe(
     return recipe, whole_run_ratio(outcome, samples)
 
 
-def confirm_speed(study: Study, recipes: list[Recipe], samples: float, seconds: float) -> Finding | None:
+def confirm_speed(
+    study: Study, recipes: list[Recipe], samples: float, seconds: float, is_last: bool = False
+) -> Finding | None:
     """The last of ``recipes`` that is as exact as it claims; None if that is none of the MAX_FALLBACKS last ones.
 
-    Each is checked and measured again against the unchanged task, in fresh processes. The check comes first: a
-    comparison that the budget ends has the blocks until then, a check has nothing. ``samples`` are those of a whole
-    run, ``seconds`` the budget of each comparison.
+    Where it turns out not to be faster, those before it are tried, too, and the fastest is returned. ``samples`` are
+    those of a whole run, ``seconds`` the budget of each comparison. ``is_last``: nothing else needs the rest of the
+    budget, so that a comparison which leaves it open whether a recipe is faster may be followed by a longer one.
     """
+    slower: list[Finding] = []
     for recipe in [recipe for recipe in reversed(recipes) if recipe][:MAX_FALLBACKS]:
-        exactness = loosest_exactness(recipe)
-        check = study.check_exactness(Recipe(), recipe, exactness)
-        spent = check["trial_seconds"]
-        if not check.get("passed"):
-            study.note(str(recipe), "confirmation", *check_verdict(check), seconds=spent)
-            continue
-        how: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "seconds": seconds}
+        try:
+            found = _confirm_recipe(study, recipe, samples, seconds, is_last)
+        except OutOfBudgetError:
+            if not slower:
+                raise
+            break
+        if found and found.speedup.median > finding.SURELY_FASTER:
+            return found
+        slower += [found] if found else []
+    return max(slower, key=lambda one: one.speedup.median, default=None)
+
+
+def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float, is_last: bool) -> Finding | None:
+    """Checks a recipe and measures it again against the unchanged task, in fresh processes; None if it fails.
+
+    The check comes first: a comparison that the budget ends has the blocks until then, a check has nothing.
+    """
+    exactness = loosest_exactness(recipe)
+    check = study.check_exactness(Recipe(), recipe, exactness)
+    spent = check["trial_seconds"]
+    if not check.get("passed"):
+        return study.note(str(recipe), "confirmation", *check_verdict(check), seconds=spent)
+    how: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "seconds": seconds}
+    outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
+    while idle := _without_effect_in(outcome, recipe):  # which changed nothing in the check either
+        spent += outcome["trial_seconds"]
+        study.note(str(recipe), "confirmation", "no effect", outcome["failed"], seconds=spent)
+        spent, recipe = 0.0, recipe.drop(*idle)
         outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
-        while idle := _without_effect_in(outcome, recipe):  # which changed nothing in the check either
-            spent += outcome["trial_seconds"]
-            study.note(str(recipe), "confirmation", "no effect", outcome["failed"], seconds=spent)
-            spent, recipe = 0.0, recipe.drop(*idle)
-            outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
-        is_open = "failed" not in outcome and (
-            outcome["verdict"] == UNSURE or finding.to_be_sure(whole_run_ratio(outcome, samples), outcome["seconds"])
-        )
-        if (
-            is_open and outcome["seconds"] < seconds < study.budget.left()
-        ):  # it was made within a smaller budget, and is stored
-            outcome = study.compare_speed(Recipe(), recipe, **how, salt=f"confirmation of {seconds:.0f} s")
-        if is_disturbed(outcome):
-            salt = f"confirmation of {seconds:.0f} s, after one beside others"
-            with suppress(OutOfBudgetError):
-                again = study.compare_speed(Recipe(), recipe, **how, salt=salt)
-                spent += (outcome if "failed" not in again else again)["trial_seconds"]
-                outcome = outcome if "failed" in again else again
-        spent, ratio, why = spent + outcome["trial_seconds"], outcome.get("ratio"), check["why"]
-        if failed := outcome.get("failed"):
-            study.note(str(recipe), "confirmation", failure_verdict(failed), failed, seconds=spent)
-            continue
-        verdict = "passed"
-        if exactness is Exactness.REDUCED_PRECISION:
-            verdict, why = _compare_losses(outcome, why)
-        study.note(str(recipe), "confirmation", verdict, f"{outcome['why']}; {why}", ratio=ratio, seconds=spent)
-        if verdict == "passed":
-            level = finding.EXACT if exactness in EXACT else finding.PRECISION
-            if check.get("statistics"):  # a training that is not reproducible proves nothing by its bits
-                level = finding.ESTIMATED
-            speedup = whole_run_ratio(outcome, samples)
-            to_prove = finding.to_be_sure(speedup, outcome["seconds"])
-            if is_disturbed(outcome):
-                level, budget = finding.ESTIMATED, duration_option(outcome["seconds"] / finding.CONTINUED_SHARE)
-                why, to_prove = f"{why}; {_disturbance(outcome)}", f"repeat it on an idle machine: --budget +{budget}"
-            return Finding(recipe, level, speedup, why, to_prove=to_prove, comparison=outcome)
-    return None
+    longer = _longer_comparison(study, outcome, samples, seconds, is_last)
+    if longer > outcome.get("seconds", 0.0) and longer < study.budget.left():
+        how |= {"seconds": longer, "rounds": ROUNDS if longer == seconds else MANY_ROUNDS}
+        outcome = study.compare_speed(Recipe(), recipe, **how, salt=f"confirmation of {longer:.0f} s")
+    if is_disturbed(outcome):
+        salt = f"confirmation of {longer or seconds:.0f} s, after one beside others"
+        with suppress(OutOfBudgetError):
+            again = study.compare_speed(Recipe(), recipe, **how, salt=salt)
+            spent += (outcome if "failed" not in again else again)["trial_seconds"]
+            outcome = outcome if "failed" in again else again
+    spent, ratio, why = spent + outcome["trial_seconds"], outcome.get("ratio"), check["why"]
+    if failed := outcome.get("failed"):
+        return study.note(str(recipe), "confirmation", failure_verdict(failed), failed, seconds=spent)
+    verdict = "passed"
+    if exactness is Exactness.REDUCED_PRECISION:
+        verdict, why = _compare_losses(outcome, why)
+    study.note(str(recipe), "confirmation", verdict, f"{outcome['why']}; {why}", ratio=ratio, seconds=spent)
+    if verdict != "passed":
+        return None
+    level = finding.EXACT if exactness in EXACT else finding.PRECISION
+    if check.get("statistics"):  # a training that is not reproducible proves nothing by its bits
+        level = finding.ESTIMATED
+    speedup = whole_run_ratio(outcome, samples)
+    to_prove = finding.to_be_sure(speedup, outcome["seconds"])
+    if is_disturbed(outcome):
+        level, budget = finding.ESTIMATED, duration_option(outcome["seconds"] / finding.CONTINUED_SHARE)
+        why, to_prove = f"{why}; {_disturbance(outcome)}", f"repeat it on an idle machine: --budget +{budget}"
+    return Finding(recipe, level, speedup, why, to_prove=to_prove, comparison=outcome)
+
+
+def _longer_comparison(study: Study, outcome: dict[str, Any], samples: float, seconds: float, is_last: bool) -> float:
+    """Seconds of a comparison that may settle what ``outcome`` left open; 0 if it left nothing open.
+
+    ``seconds`` at least: it may come from the store, of a search with a smaller budget.
+    """
+    if "failed" in outcome:
+        return 0.0
+    needed = finding.seconds_to_be_sure(whole_run_ratio(outcome, samples), outcome["seconds"])
+    if outcome["verdict"] != UNSURE and not needed:
+        return 0.0
+    return max(seconds, 10 * math.ceil(needed / 10)) if is_last else seconds
 
 
 def is_disturbed(outcome: dict[str, Any]) -> bool:
-    """Whether other programs have slowed the task as it is so much that a ratio says little about an idle machine."""
-    others = (outcome.get("system_noise") or {}).get("others_percent") or 0.0
-    return (outcome.get("slowdown") or 1.0) > MAX_SLOWDOWN and others > MAX_OTHERS_PERCENT
+    """Whether other programs have slowed the arms so much that a ratio says little about an idle machine."""
+    others, slowdown = (outcome.get("system_noise") or {}).get("others_percent") or 0.0, outcome.get("slowdown")
+    if slowdown is None:
+        return others > MOST_OTHERS_PERCENT
+    return slowdown > MAX_SLOWDOWN and others > MAX_OTHERS_PERCENT
 
 
 def _disturbance(outcome: dict[str, Any]) -> str:
     others, slowdown = outcome["system_noise"]["others_percent"], outcome["slowdown"]
-    return (
-        f"other programs used {others:.0f} % of the processors, and the task as it is ran {slowdown:.1f} times slower "
-        "than before, so an idle machine may show another ratio"
-    )
+    slower = "" if slowdown is None else f", and the task as it is ran {slowdown:.1f} times slower than before"
+    return f"other programs used {others:.0f} % of the processors{slower}, so an idle machine may show another ratio"
 
 
 def _without_effect_in(outcome: dict[str, Any], recipe: Recipe) -> list[str]:

@@ -32,6 +32,7 @@ from hasten.tuning.systems import (
     conflict_reason,
     search_systems,
     try_compositions,
+    try_unsure_together,
     whole_run_ratio,
     without_effect,
 )
@@ -62,10 +63,13 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
     ``is_followed``: whether a stage with whole trainings comes next, which gets a part of the budget.
     """
     budget, seconds, samples, plan = study.budget, state.comparison_seconds, state.samples, state.plan
+    is_followed = is_followed and bool(state.candidates.training or state.candidates.communication)
+    is_followed = is_followed and state.run_seconds is not None
     if budget.left() < SEARCH_COMPARISONS * comparison_seconds(plan):
         return confirm_best_guess(study, state, is_followed)
     fits = is_followed and budget.left() * (1 - SYSTEMS_SHARE) >= whole_runs_seconds(state, USUAL_SPEEDUP)
     fits_short = budget.left() * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
+    fits_short = fits_short and study.task.can_be_shortened
     share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
     share = share if is_followed else 1.0
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
@@ -82,12 +86,14 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
         with budget.reserve(seconds + _confirmation_overhead(plan)), exact_share, _keep_unconfirmed(state):
             try_compositions(study, state.incumbents, experienced, samples, screening)
             search_systems(study, state.incumbents, exact, samples, screening)
+            try_unsure_together(study, state.incumbents, exact, samples, screening)
             find_strong_baseline(study, state, samples, screening)
             state.contributions = leave_one_out(study, state.incumbents, samples)
             state.ablated = state.incumbents.best
     with budget.part(1.0):  # a trial may have taken more than the share, and what was found must not be lost
-        seconds_to_confirm = seconds if lower or share < 1 else _all_seconds(study, plan, seconds)
-        _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds_to_confirm))
+        is_last = not lower and share == 1
+        seconds_to_confirm = _all_seconds(study, plan, seconds) if is_last else seconds
+        _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds_to_confirm, is_last))
         state.save()
     if lower:
         before = len(state.incumbents.recipes)
@@ -98,8 +104,9 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
                 try_compositions(study, state.incumbents, together, samples, screening)
             search_systems(study, state.incumbents, lower, samples, screening)
         with budget.part(1.0):
-            seconds_to_confirm = seconds if share < 1 else _all_seconds(study, plan, seconds)
-            _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds_to_confirm))
+            is_last = share == 1
+            seconds_to_confirm = _all_seconds(study, plan, seconds) if is_last else seconds
+            _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds_to_confirm, is_last))
             state.save()
     if budget.exhausted:
         note_not_tried(study, "systems", [*exact, *lower])

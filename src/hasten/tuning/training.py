@@ -80,6 +80,10 @@ class Baseline:
         samples = sorted(run["samples_to_target"] or run["samples"] for run in self.runs)
         return samples[len(samples) // 2]
 
+    def nearly_reaches_target(self, metric: float) -> bool:
+        """Whether a final metric is worse than the target by no more than the margin."""
+        return (self.target - metric if self.higher_is_better else metric - self.target) <= self.margin
+
     def as_good(self, metrics: list[float], surely: bool = False) -> bool:
         """Whether the metrics are good enough to continue with; the quality gate decides later, with more seeds.
 
@@ -125,20 +129,20 @@ class Outcome:
         mine, others = (sum(run["samples"] for run in outcome.runs[:both]) for outcome in (self, best))
         return mine / others
 
-    def times(self, best: Outcome) -> tuple[float | None, float | None, str]:
+    def times(self, best: Outcome) -> tuple[Any, Any, str]:
         """(seconds of this recipe, those of ``best``, what they are of), on the seeds that both were run on."""
         both = min(len(self.runs), len(best.runs))
-        if FEWER_SAMPLES < self.share_of_samples(best) < 1 / FEWER_SAMPLES:
-            return self.to_target("seconds", both), best.to_target("seconds", both), "reached the target"
+        to_target = self.to_target("seconds", both), best.to_target("seconds", both)
+        if FEWER_SAMPLES < self.share_of_samples(best) < 1 / FEWER_SAMPLES and all(to_target):
+            return *to_target, "reached the target"
         return self.whole_seconds(both), best.whole_seconds(both), "trained"
 
     def gain_over(self, best: Outcome) -> float | None:
-        """Speed-up over ``best`` in the seconds that ``times`` compares; None if a run failed or missed the target."""
-        both = self.runs[: len(best.runs)]
-        if any("failed" in run or run.get("pruned") or run["seconds_to_target"] is None for run in both):
+        """Speed-up over ``best`` in the seconds that ``times`` compares; None if a run failed or was pruned."""
+        if any("failed" in run or run.get("pruned") for run in self.runs[: len(best.runs)]):
             return None
         seconds, best_seconds, _ = self.times(best)
-        return best_seconds / seconds if seconds and best_seconds else None
+        return best_seconds / seconds
 
     def needs_fewer(self, best: Outcome) -> bool:
         """Whether this recipe needed clearly fewer samples than ``best``, in all or to the target."""
@@ -177,7 +181,8 @@ class Outcome:
             end = f" at {run['metric']:.4g}" if run["evaluations"] else ""
             why = f"was stopped after {last['seconds']:.1f} s{end}: it could no longer win"
             return outcome("no gain", why)
-        if run["seconds_to_target"] is None:
+        is_short = outcome("kept", "").share_of_samples(best) < FEWER_SAMPLES
+        if run["seconds_to_target"] is None and not (is_short and baseline.nearly_reaches_target(run["metric"])):
             why = f"never reached the target {baseline.target:g}: it ended at {run['metric']:.4g}"
             return outcome("refused", why)
         metrics = [run["metric"] for run in runs]

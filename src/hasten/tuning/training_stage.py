@@ -14,11 +14,12 @@ from hasten.hosts.services import LONGER_RUN
 from hasten.tuning import finding
 from hasten.tuning.ablation import contributions, leave_one_out
 from hasten.tuning.budget import OutOfBudgetError
-from hasten.tuning.confirm import Confirmation, compare_with_strong_baseline, confirm, fresh_seeds, quality_risks
+from hasten.tuning.confirm import compare_with_strong_baseline, confirm, fresh_seeds, quality_risks
+from hasten.tuning.confirmation import Confirmation
 from hasten.tuning.experience import is_exact
 from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, MOST_PAIRS, pairs_needed, resolve_margin
-from hasten.tuning.joint_search import search_jointly, shorten, split_joint
+from hasten.tuning.joint_search import lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.largest_batch import largest_batch_compositions
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import PROFILE_SECONDS, Study
@@ -73,6 +74,7 @@ def find_training(study: Study, state: SearchState) -> None:
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
     first = first_outcome(baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
+    joint, others = split_joint(items)
     with budget.reserve(confirmation), budget.part(TRAINING_SHARE), _keep_unconfirmed(study, state, baseline):
         recipes = [recipe for recipe in experience_of(study, state) if not is_exact(recipe)][:MAX_COMPOSITIONS]
         if not candidates.is_restricted:
@@ -80,7 +82,6 @@ def find_training(study: Study, state: SearchState) -> None:
             epoch = state.plan["samples_per_epoch"] or float("inf")
             recipes += largest_batch_compositions(study, state.incumbents.best, items, facts, epoch)
         best = try_training_compositions(study, state.incumbents, first, recipes, baseline)
-        joint, others = split_joint(items)
         best = shorten(study, state.incumbents, joint, baseline, best)
         if joint:
             found = search_jointly(study, state.incumbents, joint, baseline, best)
@@ -93,11 +94,13 @@ def find_training(study: Study, state: SearchState) -> None:
     state.save()
     if budget.exhausted:
         note_not_tried(study, "training", items)
-    recipes = state.incumbents.recipes
-    if state.winner and state.winner.recipe in recipes:
-        recipes = recipes[recipes.index(state.winner.recipe) + 1 :]  # the faster ones
+    recipes, proven = state.incumbents.recipes, [found.recipe for found in state.findings if found.evidence == PROVEN]
+    first_faster = 1 + max((index for index, recipe in enumerate(recipes) if recipe in proven), default=-1)
+    recipes = recipes[first_faster:]
     known = [*state.tested, *(found.recipe for found in state.findings)]
     recipes = [recipe for recipe in recipes if recipe and recipe not in known]
+    if recipes and (longer := lengthened(recipes[-1], joint)) and longer not in known:
+        recipes.insert(-1, longer)  # the shortest of several trainings may have been as good by luck
     _confirm(study, state, baseline, recipes, is_whole)
 
 
@@ -142,7 +145,8 @@ def _horizon(study: Study, state: SearchState, items: list, speedup: float) -> f
         why = f"what is left of the budget is too little; --budget {needed} lets it run whole trainings"
         study.note("methods that change the training", "training", "not tried", why)
         return 0.0
-    return left / SHORT_RUNS / seconds
+    # one of few values, so that a search which was interrupted finds its runs in the store
+    return 2 ** (math.floor(2 * math.log2(left / SHORT_RUNS / seconds)) / 2)
 
 
 def run_baseline(study: Study, margin: float | None) -> Baseline:
@@ -190,11 +194,12 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
 
     def take(attempts: list[Confirmation]) -> None:
         """Puts what is known of the attempts so far into the state, and saves it: what was proven is not lost."""
-        if state.unconfirmed and any(one.looks and one.recipe == state.unconfirmed.recipe for one in attempts):
-            state.unconfirmed = None
-        looked_at = [attempt for attempt in attempts if attempt.looks]
+        looked_at = [attempt for attempt in attempts if attempt.over or attempt.gain]
         judged = [attempt.recipe for attempt in looked_at]
-        state.tested = tested + judged
+        if state.unconfirmed and state.unconfirmed.recipe in judged:
+            state.unconfirmed = None
+        if is_whole:  # the gate has judged them: further attempts have less of its error
+            state.tested = tested + [one.recipe for one in looked_at if one.over or len(one.paired) >= MIN_SEEDS]
         known = [one for one in findings if one.evidence != ESTIMATED or one.recipe not in judged]
         found = [one for one in looked_at if one.gain and one.gain.median > 1]
         state.findings = known + [_finding_of(study, state, attempt, is_whole) for attempt in found]
