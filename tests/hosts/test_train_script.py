@@ -6,17 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DataLoader
 
 from hasten.cli.main import main
 from hasten.core.errors import HastenWarning
 from hasten.core.recipe import Recipe
-from hasten.engine.loaders import from_loader
 from hasten.hosts import site_map
 from hasten.hosts.launch import train_script
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.site_map import KINDS
-from hasten.loading.probe import is_deterministic, probe_samples
 from hasten.utils.signals import handle_signals
 
 
@@ -97,7 +94,6 @@ def test_signals_of_a_scheduler_reach_the_script(tmp_path):
 
 FAILS_LATER = """
 import torch
-from torch.utils.data import DataLoader
 
 class HeldOut(torch.utils.data.Dataset):
     is_ready = False
@@ -126,11 +122,6 @@ def test_method_that_fails_in_the_middle_of_a_training_leaves_it_alone(tmp_path,
     output = capfd.readouterr()
     assert output.out == "2 batches, 0 of no samples\n"
     assert "ValueError: not ready yet; train.py:20 continues without this method\n" in output.err
-
-
-def test_empty_dataset_has_no_samples_to_probe():
-    spec = from_loader(DataLoader([], batch_size=2), None, 2, 0, training=False).spec
-    assert probe_samples(spec) == [] and is_deterministic(spec)
 
 
 STAGE = """

@@ -99,3 +99,28 @@ class AdamSubclass(torch.optim.Adam):
 def test_unsupported_optimizer_has_no_effect(optimizer, why, perceptron, trained):
     ((name, reason),) = trained(perceptron(optimizer=optimizer), "fused_optimizer", 1).run.no_effect
     assert name == "fused_optimizer" and why in reason
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"weight_decay": 0.1, "maximize": True}])
+def test_weight_that_gets_its_first_gradient_later_has_the_momentum_that_it_has_unfused(options):
+    def trained(fuse):
+        early, late = (torch.nn.Parameter(torch.linspace(0.1, 1.0, 12)) for _ in range(2))
+        optimizer = torch.optim.SGD([early, late], lr=0.1, momentum=0.9, **options)
+        if fuse:
+            _fuse(optimizer)
+        for step in range(6):
+            early.grad = torch.linspace(-1.0, 1.0, 12)
+            late.grad = torch.linspace(1.0, 2.0, 12) if step > 2 else None
+            optimizer.step()
+        return early, late
+
+    for fused, unfused in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(fused, unfused, rtol=1e-6, atol=1e-7)
+
+
+def test_sgd_with_dampening_is_left_as_it_is(perceptron, trained):
+    def optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
+
+    ((name, why),) = trained(perceptron(optimizer=optimizer), "fused_optimizer", 1).run.no_effect
+    assert name == "fused_optimizer" and "dampening" in why

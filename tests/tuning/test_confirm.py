@@ -400,3 +400,14 @@ def test_budget_that_would_prove_a_script_pays_for_a_watched_run_of_it():
     of_task, of_script = (_to_prove(state, attempt, False, of_script) for of_script in (False, True))
     seconds = [parse_budget(text.rpartition("+")[2]) for text in (of_task, of_script)]
     assert seconds[1] - seconds[0] >= 60 and seconds[1] >= 150
+
+
+def test_recipe_that_seems_easier_to_prove_goes_first_with_the_largest_part_of_the_error():
+    study = PlantedTrainings({"baseline": 0.9, str(FAST): 0.91, str(FASTER): 0.9}, spread=0.004)
+    attempts = confirm(study, [FAST, FASTER], baseline_of(), 5.0, first=FAST)
+    by_recipe = {str(each.recipe): each for each in attempts}
+    assert by_recipe[str(FAST)].confidence < by_recipe[str(FASTER)].confidence
+    assert study.seeds_of(FASTER) and study.ran.index((str(FAST), fresh_seeds(0, 1)[0])) < min(
+        index for index, (name, _) in enumerate(study.ran) if name == str(FASTER)
+    )
+    assert attempts[0].recipe == FASTER and attempts[0].passed, "the faster one is tried, too, and wins"

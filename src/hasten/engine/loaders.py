@@ -188,7 +188,8 @@ def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:
     standard_sampler = isinstance(loader.sampler, (RandomSampler, SequentialSampler))
     if not isinstance(loader.batch_sampler, BatchSampler) or not standard_sampler:
         return None
-    if isinstance(loader.dataset, IterableDataset):
+    length = length_of(loader)
+    if isinstance(loader.dataset, IterableDataset) or length is None:  # its sampler may have none
         return None
     batch_sampler = loader.batch_sampler
 
@@ -200,7 +201,7 @@ def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:
     return LoaderSpec(
         dataset=loader.dataset,
         batch_sampler=order,
-        length=len(loader),
+        length=length,
         collate=collate_of(loader),
         training=training,
         seed=seed,

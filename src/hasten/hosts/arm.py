@@ -36,9 +36,9 @@ HANGING_S = 600.0  # without a step, after which a script hangs, where nothing e
 def start_seconds(elapsed: float, ready: dict[str, Any], described: dict[str, Any]) -> float:
     """Seconds from the start of a script to the end of its first step, as on an idle machine with an empty cache.
 
-    The CPU seconds of the process plus those of torch.compile, but no more than the clock's ``elapsed``, since a busy
-    machine delays imports and data; then adds what the compilations that were read from a cache had taken. ``ready``
-    is the session's first message (``process_cpu``), ``described`` its answer to "describe".
+    The CPU seconds of the process and of its workers plus those of torch.compile, but no more than the clock's
+    ``elapsed``, since a busy machine delays imports and data; then adds what the compilations that were read from a
+    cache had taken. ``ready`` is the session's first message (``process_cpu``), ``described`` its answer to "describe".
     """
     seconds = min(elapsed, ready["process_cpu"] + described["compile_seconds"])
     return seconds + described["cached_compile_seconds"]

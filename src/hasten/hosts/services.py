@@ -25,6 +25,7 @@ FIRST_METRIC_CHECK_S = 1.0  # of training, after which --metric is looked for in
 BUDGET_RUNS = 16  # of the script, that a recommended budget is worth: in 8 % of it one ends, with a margin of a quarter
 LONGER_RUN = 1.25  # by which a whole run may take longer than an earlier search has found
 ENOUGH_BLOCKS = 3  # of the watched run, that an estimate rests on
+MUCH_WRITTEN = 50e6  # bytes, before the first step
 DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 
 
@@ -90,6 +91,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None, run_seconds: 
         process.check_one_process()
         early = process.ask("describe", None, deadline)  # while the loaders exist
         start = start_seconds(elapsed, answer, early)
+        _warn_of_preparation(script, early["written_bytes"])
         memory = process.ask("memory", None, deadline)
         host_memory = process.ask("memory", None, deadline, of_host=True)
         needs_whole_run = bool(script.vary or script.metric)
@@ -124,6 +126,16 @@ def watch_script(script: ScriptRef, deadline: float | None = None, run_seconds: 
         metric = metric_at_end(script, process, described) if answer.get("ended") else None
         described["metric"] = metric and {"name": metric.name, "direction": metric.direction}
         return remember(script, described)
+
+
+def _warn_of_preparation(script: ScriptRef, written: int) -> None:
+    """Warns if a script wrote so much before its first step that it may have downloaded or prepared its data."""
+    if written > MUCH_WRITTEN:
+        text = f"{script.name} wrote {written / 1e6:.0f} MB before its first step, as for a download or prepared data"
+        remedy = (
+            "so does each trial, since nothing of it is kept: run the script by itself first, up to its first steps"
+        )
+        warnings.warn(f"{text}; {remedy}", HastenWarning, stacklevel=3)
 
 
 def _may_end_within(limit: float, watched: float, steps: int, total: int | None) -> bool:

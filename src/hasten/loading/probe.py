@@ -19,17 +19,31 @@ def probed(indices: Sequence[int]) -> list[int]:
     return list(indices[:: max(1, -(-len(indices) // MAX_SAMPLES))])
 
 
-def probe_samples(spec: LoaderSpec, seed: int = 0, indices: list[int] | None = None) -> list[Any]:
-    """The samples with these indices, read in this process with every random generator started from ``seed``.
+def probe_samples(spec: LoaderSpec, indices: list[int] | None = None, in_worker: bool = False) -> list[Any]:
+    """The samples with these indices. Without ``indices``: up to 32, spread evenly over the dataset, if it has any.
 
-    Without ``indices`` up to 32, spread evenly over the dataset; none of an empty one.
+    ``in_worker``: in a worker process, where the spec has any. What a dataset opens when it is first read, such as a
+    file, would otherwise be inherited by workers that start later, which then read from one position.
     """
+    return _probe(spec, 1, indices, in_worker)[0]
+
+
+def _probe(spec: LoaderSpec, times: int, indices: list[int] | None = None, in_worker: bool = True) -> list[list[Any]]:
+    """The result of ``probe_samples``, so many times, each with other random seeds."""
     wanted = probed(range(len(spec.dataset))) if indices is None else indices
     if not wanted:
-        return []
-    one_batch = dataclasses.replace(spec, batch_sampler=lambda epoch: [wanted], length=1, collate=list, loader=None)
-    in_this_process = dataclasses.replace(one_batch, num_workers=0, pin_memory=False)
-    return next(iter(spec.build(in_this_process).epoch(seed, 0)))
+        return [[]] * times
+    batches = dataclasses.replace(
+        spec,
+        batch_sampler=lambda epoch: [wanted] * times,
+        length=times,
+        collate=list,
+        num_workers=min(1, spec.num_workers) if in_worker else 0,
+        pin_memory=False,
+        persistent_workers=False,
+        loader=None,
+    )
+    return list(spec.build(batches).epoch(0, 0))
 
 
 def is_deterministic(spec: LoaderSpec) -> bool:
@@ -38,7 +52,7 @@ def is_deterministic(spec: LoaderSpec) -> bool:
     A script that reads them in its own process must not draw random numbers for them either: it draws the order of the
     samples and its dropout from the same generators.
     """
-    first, *others = (probe_samples(spec, seed) for seed in range(3))
+    first, *others = _probe(spec, times=3)
     is_equal = all(bitwise_equal(first, other) for other in others)
     return is_equal and (spec.loader is None or spec.num_workers > 0 or not _draws_random_numbers(spec.dataset))
 
@@ -72,7 +86,7 @@ def reread_samples(batches: BatchSource, run: RunContext, stored: Sequence[int])
     if not indices:
         return {}
     with preserve_rng_state(*batches.generators):
-        return dict(zip(indices, probe_samples(spec, indices=indices), strict=True))
+        return dict(zip(indices, probe_samples(spec, indices, in_worker=True), strict=True))
 
 
 def warn_of_changed_dataset(method: str) -> None:

@@ -10,7 +10,12 @@ import torch
 from hasten import Card, Exactness, Method, NoEffectError, OptimizerFactory, RunContext
 from hasten._torch_compat import mark_fused
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
-from hasten.utils.optimizers import follow_strides, fused_step_obstacle, optimizer_and_schedule
+from hasten.utils.optimizers import (
+    follow_strides,
+    fused_step_obstacle,
+    optimizer_and_schedule,
+    start_late_momentum,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_load_state_dict_post_hook(_switch_on)
     optimizer.register_state_dict_post_hook(restore_options)
     follow_strides(optimizer)
+    if type(optimizer) is torch.optim.SGD:
+        optimizer.register_step_pre_hook(start_late_momentum)
 
 
 def _switch_on(optimizer: torch.optim.Optimizer) -> None:

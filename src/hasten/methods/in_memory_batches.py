@@ -141,7 +141,7 @@ class InMemoryBatches(Method):
         try:
             fields = stack_samples(spec)
             return map_tensors(lambda field: field.to(run.device), fields) if self.place == "device" else fields
-        except (RunError, RuntimeError) as error:  # one sample differs from all others: read them one by one
+        except (RunError, RuntimeError, TypeError) as error:  # one sample differs from all others: read them one by one
             return run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}", None)
 
     def _stack_anew(self, batches: BatchSource, spec: LoaderSpec, run: RunContext) -> Batch | None:
@@ -199,7 +199,7 @@ class InMemoryBatches(Method):
         if not is_deterministic(spec):
             return "the samples are random: reading one gives another each time, or draws random numbers"
         try:
-            samples = probe_samples(spec)
+            samples = probe_samples(spec, in_worker=True)
             fields = default_collate(samples)
         except (RuntimeError, TypeError):
             return "the samples have unequal shapes, or hold something that is no tensor"
@@ -316,7 +316,7 @@ class FieldsAsNeeded:
 
     def _collated(self, indices: list[int]) -> Batch:
         with preserve_rng_state(*self.generators):
-            return default_collate(probe_samples(self.spec, indices=indices))
+            return default_collate(probe_samples(self.spec, indices))
 
 
 class BatchBuffer:

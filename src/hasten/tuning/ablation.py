@@ -25,8 +25,9 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
 
     The method of least contribution is removed first, and the others are measured again. A method stays if the recipe
     is surely faster with it, or ends better by the margin. Of an exact method, which costs no quality, it is enough
-    that the recipe is probably faster with it: what that saves may be less than one comparison can prove. ``samples``: training samples of the task's own run; the runs
-    of a recipe that changes the training show how many that recipe needs.
+    that the recipe is probably faster with it: what that saves may be less than one comparison can prove. ``samples``:
+    training samples of the task's own run; the runs of a recipe that changes the training show how many that recipe
+    needs. ``baseline``: None if all methods are exact.
     """
     found: list[dict] = []
     while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best, samples, baseline)):

@@ -4,15 +4,17 @@ The search picked its winner partly by luck, so none of the winner's measurement
 set the margin are. The fastest recipes are looked at in turns, with more seeds at each look; the original is run once
 per seed for all of them, so that a slower recipe that is easier to prove costs little more. On seeds beyond those of
 the baseline, an exact recipe that was found on this task trains in place of the original (``Baseline.substitute``): it
-trains the same steps in less time. The fastest recipe goes first. If one look neither settles its quality nor suggests
-that the next one would, an exact recipe follows: a few seeds prove it, so there is an answer in any case. The fastest
-that passes wins.
+trains the same steps in less time. The fastest recipe goes first, or one that seems easier to prove. If one look
+neither settles its quality nor suggests that the next one would, an exact recipe follows: a few seeds prove it, so
+there is an answer in any case. The fastest that passes wins.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
+
+from scipy.special import stdtrit
 
 from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
 from hasten.benchmarking.ratio import Ratio
@@ -43,22 +45,26 @@ def confirm(
     seconds: float,
     tested: Sequence[Recipe] = (),
     after_look: Callable[[list[Confirmation]], None] = lambda attempts: None,
+    first: Recipe | None = None,
 ) -> list[Confirmation]:
     """Trains ``recipes``, each faster than the one before it, on fresh seeds and judges them; notes every attempt.
 
     Returns the attempts, the winner first if any recipe passes. ``seconds`` is the budget of each comparison of speed.
     ``tested`` are the recipes that the search has tried to confirm before, as often as it has: they make the gate
-    stricter. ``after_look`` is called with all attempts after each look.
+    stricter. ``after_look`` is called with all attempts after each look. ``first``: the recipe that is looked at first,
+    with the largest part of the error; None: the fastest.
     """
     no_seed, looks = gate.not_passed("no seed was run", baseline.margin), _affordable_looks(study, baseline, seconds)
-    attempts, known = [], list(dict.fromkeys(map(str, tested)))
-    for recipe in _finalists(recipes):
-        known += [str(recipe)] if str(recipe) not in known else []
+    finalists = _finalists(recipes)
+    first = first if first in finalists else next(iter(finalists), None)
+    known = list(dict.fromkeys(map(str, [*tested, *sorted(finalists, key=lambda recipe: recipe != first)])))
+    attempts = list[Confirmation]()
+    for recipe in finalists:
         earlier = [str(one) for one in tested].count(str(recipe))
         confidence = gate.confidence_of(known.index(str(recipe)), looks, earlier)
         attempts.append(Confirmation(recipe, no_seed, confidence=confidence, most_looks=looks))
     try:
-        while (index := _next(attempts)) is not None:
+        while (index := _next(attempts, first)) is not None:
             _look(study, attempts[index], baseline, seconds)
             after_look(attempts)
         ended = "the last look leaves it in doubt"
@@ -109,13 +115,16 @@ def quality_risks(recipe: Recipe) -> Recipe:
     return recipe.drop(*(name for name in recipe.methods if comes_with_hasten(name) and exactness_of(name) in EXACT))
 
 
-def _next(attempts: list[Confirmation]) -> int | None:
-    """Index of the attempt to run more seeds of; None if all are decided. Prefers those close to passing."""
+def _next(attempts: list[Confirmation], first: Recipe | None) -> int | None:
+    """Index of the attempt to run more seeds of; None if all are decided.
+
+    Prefers ``first``, then those close to passing.
+    """
 
     def order(index: int) -> tuple:
         attempt = attempts[index]
-        first = index == 0 and not attempt.looks
-        return not first, not _promising(attempt), attempt.looks, bool(quality_risks(attempt.recipe)), index
+        is_first = attempt.recipe == first and not attempt.looks
+        return not is_first, not _promising(attempt), attempt.looks, bool(quality_risks(attempt.recipe)), index
 
     open_attempts = [
         index
@@ -130,7 +139,9 @@ def _promising(attempt: Confirmation) -> bool:
     result, difference = attempt.gate, attempt.gate.difference
     if result.passed or not difference or not 0 < attempt.looks < attempt.most_looks:
         return result.passed
-    shrink = math.sqrt(LOOKS[attempt.looks - 1] / LOOKS[attempt.looks])
+    now, then = LOOKS[attempt.looks - 1], LOOKS[attempt.looks]
+    quantiles = [float(stdtrit(pairs - 1, attempt.confidence)) for pairs in (now, then)]
+    shrink = math.sqrt(now / then) * quantiles[1] / quantiles[0]
     return difference["mean"] - (difference["mean"] - difference["low"]) * shrink > -result.margin
 
 

@@ -84,19 +84,19 @@ class Baseline:
         """Whether a final metric is worse than the target by no more than the margin."""
         return (self.target - metric if self.higher_is_better else metric - self.target) <= self.margin
 
-    def as_good(self, metrics: list[float], surely: bool = False) -> bool:
+    def as_good(self, metrics: list[float], surely: float = 0.0) -> bool:
         """Whether the metrics are good enough to continue with; the quality gate decides later, with more seeds.
 
-        They may be as good as the original's, or ``surely`` are: one standard error on either side of the margin. Two
-        or three runs of the original may agree by chance, so that ``surely`` takes half of the margin at least for the
-        standard deviation between seeds.
+        They may be as good as the original's: worse by a standard error more than the margin. Or they ``surely`` are:
+        inside of the margin by so many standard errors. Two or three runs of the original may agree by chance, so that
+        the latter takes half of the margin at least for the standard deviation between seeds.
         """
         worse = self.metric - fmean(metrics) if self.higher_is_better else fmean(metrics) - self.metric
         spread = stdev(run["metric"] for run in self.runs)
         if not surely:
             return worse <= self.margin + spread / math.sqrt(len(metrics))
         error = max(spread, self.margin / 2) * math.sqrt(1 / len(metrics) + 1 / len(self.runs))
-        return worse <= self.margin - error
+        return worse <= self.margin - surely * error
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ def _require_quality(study: Study, recipe: Recipe, outcome: Outcome, best: Outco
         outcome = Outcome.of(runs, baseline, best)
         if outcome.verdict != "kept":
             return outcome
-    if baseline.as_good([run["metric"] for run in runs], surely=True):
+    if baseline.as_good([run["metric"] for run in runs], surely=1.0):
         return outcome
     return replace(outcome, verdict="refused", why=f"{outcome.why}: too near to the margin to be proven soon")
 

@@ -45,6 +45,7 @@ from hasten.utils.durations import duration_option, format_duration
 BASELINE_SEEDS = 3
 FEW_BASELINE_SEEDS, FEW_RUNS = 2, 8  # seeds where the budget is worth fewer runs of the task than this
 MAX_COMPOSITIONS = 3
+PROVABLE = 2.0  # standard errors inside of the margin
 CLOCK_SPREAD = 1.4  # factor by which the clocks of single runs, minutes apart, may differ
 TRAINING_SHARE = 0.75  # of the budget left, for the search; the rest is for the confirmation
 
@@ -99,9 +100,19 @@ def find_training(study: Study, state: SearchState) -> None:
     recipes = recipes[first_faster:]
     known = [*state.tested, *(found.recipe for found in state.findings)]
     recipes = [recipe for recipe in recipes if recipe and recipe not in known]
+    first = None
     if recipes and (longer := lengthened(recipes[-1], joint)) and longer not in known:
-        recipes.insert(-1, longer)  # the shortest of several trainings may have been as good by luck
-    _confirm(study, state, baseline, recipes, is_whole)
+        # the shortest of several trainings may have been as good by luck
+        first = None if _is_provable(study, recipes[-1], baseline) else longer
+        recipes.insert(-1, longer)
+    _confirm(study, state, baseline, recipes, is_whole, first)
+
+
+def _is_provable(study: Study, recipe: Recipe, baseline: Baseline) -> bool:
+    """Whether a recipe ended so well in the search that the gate may pass it with the seeds that a search can train."""
+    runs = [study.complete.get((str(recipe), seed, study.horizon)) for seed in baseline.seeds]
+    metrics = [run["metric"] for run in runs if run]
+    return bool(metrics) and baseline.as_good(metrics, surely=PROVABLE)
 
 
 @contextmanager
@@ -183,10 +194,17 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
     return baseline
 
 
-def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list[Recipe], is_whole: bool) -> None:
+def _confirm(
+    study: Study,
+    state: SearchState,
+    baseline: Baseline,
+    recipes: list[Recipe],
+    is_whole: bool,
+    first: Recipe | None = None,
+) -> None:
     """Confirms the best recipes, in ``state``; compares a new winner with one process and with the strong baseline.
 
-    Also measures the contributions of the winner's methods.
+    Also measures the contributions of the winner's methods. ``first``: as for ``confirm``.
     """
     budget, seconds = study.budget, state.comparison_seconds
     tested, findings, before = list(state.tested), list(state.findings), state.winner
@@ -210,7 +228,7 @@ def _confirm(study: Study, state: SearchState, baseline: Baseline, recipes: list
 
     if recipes:
         with budget.reserve(PROFILE_SECONDS + (bool(state.strong_baseline) + (study.processes > 1)) * seconds):
-            take(confirm(study, recipes, baseline, seconds, tested, take))
+            take(confirm(study, recipes, baseline, seconds, tested, take, first))
     winner = state.winner
     if winner is None or winner is before:
         return

@@ -70,6 +70,8 @@ def fused_step_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"a differentiable {name} cannot be fused"
     parameters: list[torch.Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if type(optimizer) is torch.optim.SGD and any(group["dampening"] for group in optimizer.param_groups):
+        return "torch's fused SGD treats dampening differently where a weight gets its first gradient later"
     if not all(parameter.is_floating_point() for parameter in parameters):
         return "some parameters are complex, which the fused step does not support"
     if type(optimizer) is torch.optim.Adagrad and any(parameter.device.type != "cpu" for parameter in parameters):
@@ -87,6 +89,22 @@ def follow_strides(optimizer: torch.optim.Optimizer) -> None:
     align_state(optimizer)
     optimizer.register_load_state_dict_post_hook(align_state)
     optimizer.register_state_dict_post_hook(_with_contiguous_state)
+
+
+def start_late_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook before the step of a fused SGD: gives weights without momentum one of zeros, where others have one.
+
+    The fused kernel fails at a weight that gets its first gradient later than the others, such as that of a layer which
+    was frozen. From zeros the momentum is the gradient, as it is without the kernel.
+    """
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        states = {weight: optimizer.state[weight] for weight in group["params"] if weight.grad is not None}
+        late = [weight for weight, state in states.items() if state.get("momentum_buffer") is None]
+        if len(late) < len(states):
+            for weight in late:
+                states[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
 
 def align_state(optimizer: torch.optim.Optimizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +41,16 @@ def describe(session: Session) -> dict[str, Any]:
         "facts": sorted(_facts(session, loaders)),
         "samples_per_step": _samples_per_step(session, loaders),
         "device": str(session.device()),
+        "written_bytes": _written_bytes(),
         **_evaluations(session),
     }
+
+
+def _written_bytes() -> int:
+    """Bytes that this process has written to files and pipes; 0 where the system does not count them."""
+    with suppress(OSError, ValueError):
+        return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["wchar"])
+    return 0
 
 
 def _facts(session: Session, loaders: Iterable[Any]) -> set[str]:

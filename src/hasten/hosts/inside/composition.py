@@ -28,6 +28,7 @@ from hasten.engine.loaders import from_loader
 from hasten.engine.resources import available_cpus, free_memory
 from hasten.hosts.host import check_supported
 from hasten.utils.batch import map_tensors
+from hasten.utils.optimizers import follow_strides
 from hasten.utils.rng import preserve_rng_state
 
 MODEL_HOOKS = {"model", "forward", "batch_transform"}
@@ -173,6 +174,8 @@ class Composition:
         self.run.optimizer = optimizer
         if self.fold("optimizer", lambda model: optimizer)(self.run.model) is not optimizer:
             raise ConfigurationError(f"a method replaces the optimizer, which {self.owner} holds; omit that method")
+        if "model" in self.hooks and any(group.get("fused") for group in optimizer.param_groups):
+            follow_strides(optimizer)  # a method may have changed the memory format of the weights
 
     def note_no_torch_optimizer(self, why: str) -> None:
         """Before the first update of an optimizer that is not a ``torch.optim.Optimizer``: methods cannot change it."""

@@ -146,7 +146,7 @@ class Session:
         if composition:
             composition.refuse = self._refuse_models
             steps.wrap_backward = composition.wrap_backward
-            if "optimizer" in acts_on:
+            if {"optimizer", "model"} & acts_on:
                 steps.before_first_update(self._guarded(composition.first_step))
             if composition.wraps_updates:
                 steps.wrap_update = composition.update_with
@@ -347,8 +347,14 @@ class Session:
 
     def _result(self) -> dict[str, Any]:
         """The answer to the request that is running: the block, the evaluation or what was observed."""
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        result: dict[str, Any] = {"steps": self.steps.count, "process_cpu": usage.ru_utime + usage.ru_stime}
+        usage, of_children = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        # workers that have ended, such as those that have read all samples, ran side by side at best
+        seconds = (
+            usage.ru_utime
+            + usage.ru_stime
+            + (of_children.ru_utime + of_children.ru_stime) / len(os.sched_getaffinity(0))
+        )
+        result: dict[str, Any] = {"steps": self.steps.count, "process_cpu": seconds}
         result["group"] = os.getpgrp()  # torchrun starts each rank in a session of its own
         result["world_size"] = _world_size()
         if self.block is not None:
