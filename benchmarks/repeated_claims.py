@@ -1,11 +1,11 @@
-"""Claims of searches, repeated: what ``hasten tune`` promises for trainings that are not ours, and what comes of it.
+"""Claims of searches, repeated: the speed-ups that ``hasten tune`` predicts for foreign trainings, and those measured.
 
 Four of them: a character GPT (nanoGPT), an LSTM language model and an image classifier with a schedule per epoch
 (pytorch/examples), from checkouts in DIR, and a tabular network written as tutorials write it. Each is searched with
 ``--budget``, then trained from start to end, unchanged and with the recipe, in turns, with seeds that the search has
 not seen where the script takes one. The time and the last metric are those of the whole training.
 
-Figure: the interval that was claimed holds the ratio that was measured, in every search that claims one.
+Figure: the ratio that was measured is not below the interval that was claimed, in every search that claims one.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def judge(name: str, training: Training, checkouts: Path, options) -> dict:
         if "error" in found or found["verdict"] != "faster" or not options.rounds:
             return row
 
-        def repeated(*options: str):
+        def repeated(*recipe: str):
             """A function that runs the training with the next fresh seed."""
             seeds = iter(range(FRESH, FRESH + 100))
 
             def once() -> dict:
                 arguments = [*command, *training.seed.format(next(seeds)).split()]
-                seconds, output = run(hasten("train", *options, script=arguments) if options else arguments, directory)
+                seconds, output = run(hasten("train", *recipe, script=arguments) if recipe else arguments, directory)
                 return {"seconds": seconds, "metric": float(re.findall(training.metric, output)[-1])}
 
             return once
@@ -78,7 +78,7 @@ def judge(name: str, training: Training, checkouts: Path, options) -> dict:
 
 
 def claimed(found: dict) -> tuple[float, float, float] | None:
-    """How many times faster the whole training was said to become: median, low, high."""
+    """The predicted speed-up of the whole training: median, low, high."""
     seconds = found.get("training_seconds")
     if found.get("verdict") != "faster" or not seconds:
         return None

@@ -187,7 +187,7 @@ def test_evaluations_of_a_model_that_stays_in_training_mode_lie_where_they_were(
     assert run["steps"] == 60 and steps == sorted(steps) and 0 < steps[-1] <= 60
 
 
-def test_script_that_writes_much_before_its_first_step_is_told_that_each_trial_does_so(tmp_path):
+def test_script_that_writes_much_before_its_first_step_gets_a_warning(tmp_path):
     text = TRAINS.format(steps=3, first='open("data", "wb").write(bytes(60_000_000))', second="", pause=0.0)
     ref = command(tmp_path, text.rpartition("print(")[0])
     with pytest.warns(HastenWarning, match="wrote 60 MB before its first step, as for a download.*run the script by"):

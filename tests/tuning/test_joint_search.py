@@ -9,7 +9,7 @@ import pytest
 
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import Budget
-from hasten.tuning.joint_search import POINTS, Space, lengthened, search_jointly, shorten, split_joint
+from hasten.tuning.joint_search import POINTS, Space, add_lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.systems import Incumbents, candidate
 from hasten.tuning.training import Baseline, first_outcome, run_seeds
 from hasten.utils.search_range import SearchRange
@@ -119,9 +119,12 @@ def test_shorten_finds_the_least_length_that_ends_as_well():
 @pytest.mark.parametrize(("factor", "longer"), [(0.15, 0.3), (0.32, 0.64), (0.4, None)])
 def test_lengthened_recipe_trains_twice_as_long_within_the_range(factor, longer):
     recipe = Recipe({"budgeted_schedule": {"factor": factor, "peak": 8.0}, "batch_size": {"factor": 4}})
-    found = lengthened(recipe, ITEMS)
+    between, whole = recipe.with_method("budgeted_schedule", factor=1.4 * factor, peak=8.0), Recipe.parse("ema")
+    recipes = [whole, between, recipe]
+    found = add_lengthened(recipes, ITEMS)
     assert found == (longer and recipe.with_method("budgeted_schedule", factor=longer, peak=8.0))
-    assert lengthened(recipe.drop("budgeted_schedule"), ITEMS) is None
+    assert recipes == [whole, *([found] if found else []), between, recipe], "each is faster than the one before it"
+    assert add_lengthened([recipe.drop("budgeted_schedule")], ITEMS) is None and add_lengthened([], ITEMS) is None
 
 
 def test_joint_search_tries_no_length_of_the_best_recipe_or_longer():

@@ -346,7 +346,7 @@ def test_confirm_speed_repeats_a_stored_comparison_that_a_smaller_budget_left_un
     assert len(study.kinds("speed")) == 1
     confirm_speed(study, [recipe], SAMPLES, 30.0)
     assert study.kinds("speed")[1:] == ["num_threads:count=2 against baseline, confirmation of 30 s"]
-    study.faster = {"num_threads:count=2": 2.0}
+    study.faster, study.compared = {"num_threads:count=2": 2.0}, {}
     confirm_speed(study, [recipe], SAMPLES, 40.0)
     assert len(study.kinds("speed")) == 2, "a comparison that is sure stands"
 

@@ -1,7 +1,4 @@
-"""A method's card: every fact about it, as data.
-
-The command line, the documentation, the profiler and the tuner read cards; a method's code runs only to train.
-"""
+"""A method's card: every fact about it, as data, for command line, documentation, profiler and tuner."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -74,6 +71,7 @@ TRAITS = {
     "full_weights": "every rank holds all weights and their gradients",
     "replicated_weights": "all ranks hold the same weights after every step",
     "monolithic_forward": "every rank computes the output and the loss of its samples by itself",
+    "contiguous_outputs": "outputs of the model are contiguous in memory",
     "uniform_precision": "one lower precision is chosen for the whole forward pass",
 }
 

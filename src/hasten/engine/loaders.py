@@ -29,7 +29,7 @@ SampleFinder = Callable[[int, Exception], int | None]  # (batch index, error) ->
 
 def from_spec(spec: LoaderSpec) -> BatchSource:
     """Batches of samples that are read by index through a torch DataLoader."""
-    dataset = _SeededDataset(spec.dataset, spec.seed, seeded=spec.loader is None)
+    dataset = _SeededDataset(spec.dataset, spec.seed, seeded=not isinstance(spec.loader, DataLoader))
     persistent: list[tuple[DataLoader[Any], _EpochSampler]] = []  # a loader with persistent workers is built once
     last: list[ReferenceType[Iterator[Batch]]] = []  # its last iterator; the next one resets the workers
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from hasten.core.data import BatchSource, LoaderSpec
@@ -12,6 +13,7 @@ from hasten.utils.rng import get_rng_state, preserve_rng_state
 from hasten.utils.tree import bitwise_equal
 
 MAX_SAMPLES = 32
+WORKER_OPTIONS = "worker_init_fn", "multiprocessing_context", "timeout", "in_order"
 
 
 def probed(indices: Sequence[int]) -> list[int]:
@@ -25,25 +27,31 @@ def probe_samples(spec: LoaderSpec, indices: list[int] | None = None, in_worker:
     ``in_worker``: in a worker process, where the spec has any. What a dataset opens when it is first read, such as a
     file, would otherwise be inherited by workers that start later, which then read from one position.
     """
-    return _probe(spec, 1, indices, in_worker)[0]
+    (samples,) = _probe(spec, 1, indices, in_worker)
+    return samples
 
 
-def _probe(spec: LoaderSpec, times: int, indices: list[int] | None = None, in_worker: bool = True) -> list[list[Any]]:
+def _probe(
+    spec: LoaderSpec, times: int, indices: list[int] | None = None, in_worker: bool = True
+) -> Iterator[list[Any]]:
     """The result of ``probe_samples``, so many times, each with other random seeds."""
     wanted = probed(range(len(spec.dataset))) if indices is None else indices
     if not wanted:
-        return [[]] * times
+        yield from [list[Any]()] * times
+        return
+    own = {name: getattr(spec.loader, name, None) for name in WORKER_OPTIONS}  # no DataLoader: samples are seeded
     batches = dataclasses.replace(
         spec,
         batch_sampler=lambda epoch: [wanted] * times,
         length=times,
         collate=list,
         num_workers=min(1, spec.num_workers) if in_worker else 0,
+        prefetch_factor=1,
         pin_memory=False,
         persistent_workers=False,
-        loader=None,
+        loader=None if spec.loader is None else SimpleNamespace(**own),
     )
-    return list(spec.build(batches).epoch(0, 0))
+    yield from spec.build(batches).epoch(0, 0)
 
 
 def is_deterministic(spec: LoaderSpec) -> bool:
@@ -52,9 +60,10 @@ def is_deterministic(spec: LoaderSpec) -> bool:
     A script that reads them in its own process must not draw random numbers for them either: it draws the order of the
     samples and its dropout from the same generators.
     """
-    first, *others = _probe(spec, times=3)
-    is_equal = all(bitwise_equal(first, other) for other in others)
-    return is_equal and (spec.loader is None or spec.num_workers > 0 or not _draws_random_numbers(spec.dataset))
+    batches = _probe(spec, times=3)
+    first = next(batches)
+    equal = [bitwise_equal(first, other) for other in batches]  # to the end, so that the worker ends
+    return all(equal) and (spec.loader is None or spec.num_workers > 0 or not _draws_random_numbers(spec.dataset))
 
 
 def _draws_random_numbers(dataset: Any) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten import Batch, BatchFn, Card, Exactness, ForwardFn, Method, NoEffectError, RunContext
+from hasten import BatchFn, Card, Exactness, Method, NoEffectError, RunContext
 from hasten.utils.batch import map_tensors
 from hasten.utils.op_recorder import NOT_CHECKED, OpRecorder
 
@@ -26,6 +26,7 @@ class ChannelsLast(Method):
         accelerates={"forward", "backward"},
         on_gpu={"baseline": True},
         applies_to={"convolutions"},
+        invalidates={"contiguous_outputs"},
         script_edit={"model": "{model}.to(memory_format=torch.channels_last)"},
     )
 
@@ -38,23 +39,10 @@ class ChannelsLast(Method):
     def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
         return lambda batch: map_tensors(_to_channels_last, to_device(batch))
 
-    def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
-        if not run.services.in_script:
-            return forward
-
-        def forward_contiguous(batch: Batch) -> torch.Tensor:
-            return map_tensors(_to_contiguous, forward(batch))  # a script may call output.view(len(output), -1)
-
-        return forward_contiguous
-
 
 def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
     is_image = tensor.ndim == 4 and tensor.is_floating_point()
     return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor
-
-
-def _to_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous() if tensor.ndim == 4 else tensor
 
 
 def _observe() -> Generator[None, None, str]:

@@ -83,7 +83,8 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
         if not counts.tuned:
             return None
     elif changes_training(recipe):
-        samples = study.run(recipe, study.seed).get("samples_to_target") or samples
+        run = study.run(recipe, study.seed)
+        samples = run.get("samples_to_target") or run.get("samples") or samples
     outcome = study.compare_speed(without, recipe)
     if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN:
         outcome = study.compare_speed(without, recipe, seconds=LONGER * 12.0, salt="longer")
@@ -109,7 +110,7 @@ def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list
     for seed in seeds:
         try:
             full = study.run(recipe, seed)
-            if full.get("seconds_to_target") is None:
+            if "failed" in full:
                 break
             reduced = study.run(without, seed, time_limit=round(LONGEST * seconds_of(full), 2))
         except OutOfBudgetError:
@@ -119,6 +120,8 @@ def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list
         as_many = FEWER_SAMPLES < full["samples"] / reduced["samples"] < 1 / FEWER_SAMPLES
         equal += [full["samples"]] if as_many and not reduced["pruned"] else []
         if reduced["pruned"] or as_many:
+            if full["samples_to_target"] is None:
+                break
             end = reduced.get("samples_to_target") or reduced["evaluations"][-1]["samples"]
             ends = end, full["samples_to_target"]
             rows = [(at, samples_since_last_evaluation(run, at)) for run, at in zip((reduced, full), ends, strict=True)]

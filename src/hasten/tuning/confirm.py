@@ -55,7 +55,7 @@ def confirm(
     with the largest part of the error; None: the fastest.
     """
     no_seed, looks = gate.not_passed("no seed was run", baseline.margin), _affordable_looks(study, baseline, seconds)
-    finalists = _finalists(recipes)
+    finalists = _finalists(recipes, first)
     first = first if first in finalists else next(iter(finalists), None)
     known = list(dict.fromkeys(map(str, [*tested, *sorted(finalists, key=lambda recipe: recipe != first)])))
     attempts = list[Confirmation]()
@@ -96,8 +96,8 @@ def _affordable_looks(study: Study, baseline: Baseline, seconds: float) -> int:
     return max(1, len(affordable))
 
 
-def _finalists(recipes: list[Recipe]) -> list[Recipe]:
-    """The recipes to confirm, fastest first: at most MAX_FINALISTS, the fastest exact one always among them.
+def _finalists(recipes: list[Recipe], first: Recipe | None = None) -> list[Recipe]:
+    """The recipes to confirm, fastest first: at most MAX_FINALISTS, among them ``first`` and the fastest exact one.
 
     Of recipes with the same quality risks only the fastest is among them: they pass or fail together.
     """
@@ -106,8 +106,10 @@ def _finalists(recipes: list[Recipe]) -> list[Recipe]:
         if recipe:
             fastest.setdefault(str(quality_risks(recipe) or recipe), recipe)
     finalists = list(fastest.values())
-    first, exact = finalists[:MAX_FINALISTS], next((r for r in finalists if not quality_risks(r)), None)
-    return first if exact is None or exact in first else [*first[:-1], exact]
+    exact = next((recipe for recipe in finalists if not quality_risks(recipe)), None)
+    needed = [recipe for recipe in finalists if recipe in (first, exact)]
+    others = [recipe for recipe in finalists if recipe not in needed][: MAX_FINALISTS - len(needed)]
+    return [recipe for recipe in finalists if recipe in (*needed, *others)]
 
 
 def quality_risks(recipe: Recipe) -> Recipe:
@@ -330,7 +332,8 @@ def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
     if substitutes:
         how = f"{substitutes[0]}, exact on this task, trained in place of the original"
         result = attempt.gate = replace(result, why=f"{result.why}; on {len(substitutes)} of these seeds {how}")
-    result = attempt.gate = _judge_misses(attempt, result, baseline)
+    if not exact:
+        result = attempt.gate = _judge_misses(attempt, result, baseline)
     attempt.why = result.why
     if len(attempt.paired) < 2:
         return
@@ -356,11 +359,12 @@ def _judge_misses(attempt: Confirmation, result: NonInferiorityResult, baseline:
     if not missed or any(map(misses_target, attempt.baseline_runs.values())):
         return result
     mean = fmean(run["metric"] for run in attempt.tuned_runs.values())
-    is_reached = mean >= baseline.target if baseline.higher_is_better else mean <= baseline.target
+    attempt.misses_on_average = mean < baseline.target if baseline.higher_is_better else mean > baseline.target
     why = f"{result.why}; {missed} of its {len(attempt.tuned_runs)} seeds missed the target {baseline.target:g}"
-    if is_reached:
+    if not attempt.misses_on_average:
         return replace(result, why=why)
-    return replace(result, passed=False, why=f"{why}, and so does their mean, {mean:.4g}")
+    is_settled = result.settled and 2 * missed > len(attempt.tuned_runs)
+    return replace(result, passed=False, settled=is_settled, why=f"{why}, and so does their mean, {mean:.4g}")
 
 
 def compare_with_strong_baseline(study: Study, winner: Confirmation, strong: Recipe, seconds: float) -> None:

@@ -39,6 +39,7 @@ class Confirmation:
     most_looks: int = len(LOOKS)
     over: bool = False  # more seeds would not change the result
     missed: bool = False  # a run missed the target that the original reaches: it cannot pass, whatever its final metric
+    misses_on_average: bool = False  # the mean of its final metrics misses the target: it cannot pass either
     why: str = ""
 
     @property

@@ -164,18 +164,25 @@ def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseli
     return best
 
 
-def lengthened(recipe: Recipe, items: list[Candidate]) -> Recipe | None:
-    """The recipe with a training LONGER times as long, which ends better and is easier to prove; None if it sets no
-    length, or hardly a shorter one than the task. ``items`` are those of ``search_jointly``.
+def add_lengthened(recipes: list[Recipe], items: list[Candidate]) -> Recipe | None:
+    """Adds the last of the recipes with a training LONGER times as long, which ends better and is easier to prove.
+
+    ``recipes`` are each faster than the one before it; the new one is put before those whose trainings are shorter.
+    Returns it; None if the last recipe sets no length, or hardly a shorter one than the task. ``items`` are those of
+    ``search_jointly``.
     """
     found = Space(items).length
-    if found is None or found[0][0] not in recipe.methods:
+    if found is None or not recipes or found[0][0] not in recipes[-1].methods:
         return None
     (method, option), length = found
-    options = recipe.methods[method]
+    options = recipes[-1].methods[method]
     if (now := options.get(option)) is None or LONGER * now / length.of > length.high:
         return None
-    return recipe.with_method(method, **{**options, option: length.times(LONGER * now / length.of)})
+    value = length.times(LONGER * now / length.of)
+    recipe = recipes[-1].with_method(method, **{**options, option: value})
+    is_shorter = [each.methods.get(method, {}).get(option, math.inf) < value for each in recipes]
+    recipes.insert(is_shorter.index(True), recipe)
+    return recipe
 
 
 def _is_effective(study: Study, base: Recipe, space: Space, length: float) -> bool:

@@ -55,6 +55,7 @@ class Study:
     step_seconds: float = 0.0  # of a step of the task as it is; 0: unknown
     start_step: int = 0  # at which comparisons of recipes that keep the numbers begin: where the training gets slower
     source_hashes: dict[str, str] = field(default_factory=dict)  # of the file of each method from a file
+    paces: dict[str, float] = field(default_factory=dict)  # recipe -> its fewest seconds per 1000 samples so far
     charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
     complete: dict[tuple[str, int, float], dict] = field(default_factory=dict)  # runs by (recipe, seed, horizon)
     trials: list[Any] = field(default_factory=list)  # notes for the report about every trial, losers too
@@ -119,8 +120,8 @@ class Study:
 
         A ratio above 1 means that ``b`` is faster; with ``single_process`` it trains in one process. The comparison
         stops after one of the ``looks`` (pairs of blocks) or the budget of ``seconds``; ``rounds`` are the fewest and
-        the most fresh pairs of processes. ``slowdown``: by how much steps of the task as it is took longer than its
-        first ones; None if unknown. Another ``salt`` makes a new trial of a comparison that is in the store.
+        the most fresh pairs of processes. ``slowdown``: by how much ``a`` took longer than before in this search; None
+        if unknown. Another ``salt`` makes a new trial of a comparison that is in the store.
         """
         processes = (self.processes, 1 if single_process else self.processes)
         longest = max(seconds, LONG_BLOCKS_SHARE * self.budget.total)
@@ -136,7 +137,17 @@ class Study:
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
         what |= {"rounds": list(rounds)} if rounds != ONE_ROUND else {}
         what |= {"start_step": start_step} if start_step else {}
-        return self._charge("speed", what, f"{b}{' in one process' if single_process else ''} against {a}", measure)
+        title = f"{b}{' in one process' if single_process else ''} against {a}"
+        outcome = self._charge("speed", what, title, measure)
+        return outcome if single_process else self._with_slowdown(outcome, a, b)
+
+    def _with_slowdown(self, outcome: dict, a: Recipe, b: Recipe) -> dict:
+        """The outcome of a comparison, with the slowdown of a recipe ``a`` that was measured before."""
+        paces: dict[str, float] = outcome.get("seconds_per_1000_samples", {})
+        known = self.paces.get(str(a)) if a else None
+        for recipe, name in ((a, "a"), (b, "b")) if paces else ():
+            self.paces[str(recipe)] = min(paces[name], self.paces.get(str(recipe), math.inf))
+        return {**outcome, "slowdown": paces["a"] / known} if known and paces else outcome
 
     def _slowdown(self, comparison: Comparison) -> float | None:
         pace = median_high(comparison.a.seconds_per_sample()) * comparison.a.plan["samples_per_step"]

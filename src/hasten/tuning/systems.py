@@ -34,11 +34,10 @@ AS_FAST = Ratio(1.0, 1.0, 1.0)
 MIN_GAIN = 1.02  # a smaller gain in the time of the training is none
 ROUNDS, MANY_ROUNDS = (3, 8), (3, 16)  # pairs of processes in a comparison that is reported, and in a longer one
 PROMISING_GAIN, LONGER = 1.05, 3  # a comparison that is unsure with this median is repeated for so many times as long
-AGAIN: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "salt": "longer"}  # which takes several pairs of processes
+LONGER_COMPARISON: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "salt": "longer"}
 MAX_LOSSES = 2  # presets in a row that lost, after which a method is given up: they grow bolder
 MAX_FALLBACKS = 3  # recipes to confirm, if the best ones fail
-MAX_SLOWDOWN, MAX_OTHERS_PERCENT = 1.5, 10.0  # of the task beside other programs, and their share of the processors
-MOST_OTHERS_PERCENT = 30.0  # the same share, where the slowdown is unknown
+MAX_SLOWDOWN, MAX_OTHERS_PERCENT = 1.5, 10.0  # of the first recipe beside other programs; their share of processors
 MAX_LOSS_CHANGE = 0.02  # of the mean training loss over the compared steps, by lower precision
 
 
@@ -157,7 +156,9 @@ def try_unsure_together(
             recipe = joined if conflict_reason(joined) is None else recipe
     if recipe != incumbents.best:
         text = str(recipe.drop(*incumbents.best.methods))
-        if accepted := _try_recipe(study, incumbents.best, recipe, text, samples, LONGER * seconds, **AGAIN):
+        if accepted := _try_recipe(
+            study, incumbents.best, recipe, text, samples, LONGER * seconds, **LONGER_COMPARISON
+        ):
             incumbents.push(*accepted)
 
 
@@ -201,8 +202,10 @@ def _try_recipe(
     spent += outcome["trial_seconds"]
     is_unsure = outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN
     if (is_unsure and not how) or is_disturbed(outcome):
-        ratio = outcome["ratio"]
-        outcome = unless_budget_ends(lambda: study.compare_speed(base, recipe, seconds=LONGER * seconds, **AGAIN))
+        ratio, again = outcome["ratio"], dict(LONGER_COMPARISON)
+        if is_disturbed(outcome):  # a search that continues, perhaps on an idle machine, measures it anew
+            again["salt"] = f"after one beside others, in {study.budget.total:.0f} s"
+        outcome = unless_budget_ends(lambda: study.compare_speed(base, recipe, seconds=LONGER * seconds, **again))
         spent += outcome["trial_seconds"]
     if "failed" in outcome:
         return note(failure_verdict(outcome["failed"]), outcome["failed"])
@@ -235,7 +238,7 @@ def confirm_speed(
     slower: list[Finding] = []
     for recipe in [recipe for recipe in reversed(recipes) if recipe][:MAX_FALLBACKS]:
         try:
-            found = _confirm_recipe(study, recipe, samples, seconds, is_last)
+            found = _confirm_recipe(study, recipe, samples, seconds / (1 + len(slower)), is_last)
         except OutOfBudgetError:
             if not slower:
                 raise
@@ -263,29 +266,28 @@ def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float
         study.note(str(recipe), "confirmation", "no effect", outcome["failed"], seconds=spent)
         spent, recipe = 0.0, recipe.drop(*idle)
         outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
-    longer = _longer_comparison(study, outcome, samples, seconds, is_last)
-    if longer > outcome.get("seconds", 0.0) and longer < study.budget.left():
+    longer = _longer_comparison(outcome, samples, seconds, is_last)
+    to_start = sum(outcome.get("start_seconds", {}).values())
+    if longer > outcome.get("seconds", 0.0) and longer + to_start < study.budget.left():
         how |= {"seconds": longer, "rounds": ROUNDS if longer == seconds else MANY_ROUNDS}
-        outcome = study.compare_speed(Recipe(), recipe, **how, salt=f"confirmation of {longer:.0f} s")
+        outcome = _measured_again(study, recipe, outcome, how, f"confirmation of {longer:.0f} s")
     if is_disturbed(outcome):
         salt = f"confirmation of {longer or seconds:.0f} s, after one beside others"
-        with suppress(OutOfBudgetError):
-            again = study.compare_speed(Recipe(), recipe, **how, salt=salt)
-            spent += (outcome if "failed" not in again else again)["trial_seconds"]
-            outcome = outcome if "failed" in again else again
+        outcome = _measured_again(study, recipe, outcome, how, salt)
     spent, ratio, why = spent + outcome["trial_seconds"], outcome.get("ratio"), check["why"]
     if failed := outcome.get("failed"):
         return study.note(str(recipe), "confirmation", failure_verdict(failed), failed, seconds=spent)
-    verdict = "passed"
+    speedup = whole_run_ratio(outcome, samples)
+    verdict = "passed" if speedup.median > finding.SURELY_FASTER else "slower"
     if exactness is Exactness.REDUCED_PRECISION:
-        verdict, why = _compare_losses(outcome, why)
+        of_losses, why = _compare_losses(outcome, why)
+        verdict = of_losses if of_losses != "passed" else verdict
     study.note(str(recipe), "confirmation", verdict, f"{outcome['why']}; {why}", ratio=ratio, seconds=spent)
-    if verdict != "passed":
+    if verdict == "refused":
         return None
     level = finding.EXACT if exactness in EXACT else finding.PRECISION
     if check.get("statistics"):  # a training that is not reproducible proves nothing by its bits
         level = finding.ESTIMATED
-    speedup = whole_run_ratio(outcome, samples)
     to_prove = finding.to_be_sure(speedup, outcome["seconds"])
     if is_disturbed(outcome):
         level, budget = finding.ESTIMATED, duration_option(outcome["seconds"] / finding.CONTINUED_SHARE)
@@ -293,7 +295,19 @@ def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float
     return Finding(recipe, level, speedup, why, to_prove=to_prove, comparison=outcome)
 
 
-def _longer_comparison(study: Study, outcome: dict[str, Any], samples: float, seconds: float, is_last: bool) -> float:
+def _measured_again(study: Study, recipe: Recipe, outcome: dict[str, Any], how: Any, salt: str) -> dict[str, Any]:
+    """A further comparison of a recipe with the task; ``outcome``, if it fails or the budget ends before it is done.
+
+    ``trial_seconds`` are those of both.
+    """
+    with suppress(OutOfBudgetError):
+        again = study.compare_speed(Recipe(), recipe, **how, salt=salt)
+        seconds = outcome["trial_seconds"] + again["trial_seconds"]
+        return {**(outcome if "failed" in again else again), "trial_seconds": seconds}
+    return outcome
+
+
+def _longer_comparison(outcome: dict[str, Any], samples: float, seconds: float, is_last: bool) -> float:
     """Seconds of a comparison that may settle what ``outcome`` left open; 0 if it left nothing open.
 
     ``seconds`` at least: it may come from the store, of a search with a smaller budget.
@@ -308,16 +322,16 @@ def _longer_comparison(study: Study, outcome: dict[str, Any], samples: float, se
 
 def is_disturbed(outcome: dict[str, Any]) -> bool:
     """Whether other programs have slowed the arms so much that a ratio says little about an idle machine."""
-    others, slowdown = (outcome.get("system_noise") or {}).get("others_percent") or 0.0, outcome.get("slowdown")
-    if slowdown is None:
-        return others > MOST_OTHERS_PERCENT
-    return slowdown > MAX_SLOWDOWN and others > MAX_OTHERS_PERCENT
+    others = (outcome.get("system_noise") or {}).get("others_percent") or 0.0
+    return (outcome.get("slowdown") or 1.0) > MAX_SLOWDOWN and others > MAX_OTHERS_PERCENT
 
 
 def _disturbance(outcome: dict[str, Any]) -> str:
     others, slowdown = outcome["system_noise"]["others_percent"], outcome["slowdown"]
-    slower = "" if slowdown is None else f", and the task as it is ran {slowdown:.1f} times slower than before"
-    return f"other programs used {others:.0f} % of the processors{slower}, so an idle machine may show another ratio"
+    return (
+        f"other programs used {others:.0f} % of the processors, and what it is compared with ran {slowdown:.1f} times "
+        "slower than before, so an idle machine may show another ratio"
+    )
 
 
 def _without_effect_in(outcome: dict[str, Any], recipe: Recipe) -> list[str]:

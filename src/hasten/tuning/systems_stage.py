@@ -93,7 +93,9 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
     with budget.part(1.0):  # a trial may have taken more than the share, and what was found must not be lost
         is_last = not lower and share == 1
         seconds_to_confirm = _all_seconds(study, plan, seconds) if is_last else seconds
-        _add(state, confirm_speed(study, state.incumbents.recipes, samples, seconds_to_confirm, is_last))
+        _add(state, found := confirm_speed(study, state.incumbents.recipes, samples, seconds_to_confirm, is_last))
+        if found and found.recipe != state.incumbents.best:
+            state.incumbents.push(found.recipe)  # the best turned out not to be
         state.save()
     if lower:
         before = len(state.incumbents.recipes)

@@ -19,7 +19,7 @@ from hasten.tuning.confirmation import Confirmation
 from hasten.tuning.experience import is_exact
 from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, MOST_PAIRS, pairs_needed, resolve_margin
-from hasten.tuning.joint_search import lengthened, search_jointly, shorten, split_joint
+from hasten.tuning.joint_search import add_lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.largest_batch import largest_batch_compositions
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import PROFILE_SECONDS, Study
@@ -100,11 +100,9 @@ def find_training(study: Study, state: SearchState) -> None:
     recipes = recipes[first_faster:]
     known = [*state.tested, *(found.recipe for found in state.findings)]
     recipes = [recipe for recipe in recipes if recipe and recipe not in known]
-    first = None
-    if recipes and (longer := lengthened(recipes[-1], joint)) and longer not in known:
-        # the shortest of several trainings may have been as good by luck
-        first = None if _is_provable(study, recipes[-1], baseline) else longer
-        recipes.insert(-1, longer)
+    longer = add_lengthened(recipes, joint)  # the shortest of several trainings may have been as good by luck
+    recipes = [recipe for recipe in recipes if recipe not in known]
+    first = longer if longer in recipes and not _is_provable(study, recipes[-1], baseline) else None
     _confirm(study, state, baseline, recipes, is_whole, first)
 
 
@@ -273,6 +271,8 @@ def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool, of_scri
     result, seconds = attempt.gate, state.run_seconds
     if result.difference and result.difference["mean"] <= -result.margin:
         return "more seeds would hardly prove it: it ends worse by more than the margin"
+    if attempt.misses_on_average:
+        return "more seeds would hardly prove it: it misses the target on average; accept it by --evidence estimated"
     if attempt.missed:
         return "no more seeds would prove it: one missed the target; lower the target, or accept --evidence estimated"
     done, needed = 0, float(MIN_SEEDS)

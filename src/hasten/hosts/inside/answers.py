@@ -47,9 +47,9 @@ def describe(session: Session) -> dict[str, Any]:
 
 
 def _written_bytes() -> int:
-    """Bytes that this process has written to files and pipes; 0 where the system does not count them."""
+    """Bytes that this process has written to disks; 0 where the system does not count them."""
     with suppress(OSError, ValueError):
-        return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["wchar"])
+        return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["write_bytes"])
     return 0
 
 

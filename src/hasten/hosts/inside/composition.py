@@ -27,7 +27,7 @@ from hasten.engine.effects import EffectObserver
 from hasten.engine.loaders import from_loader
 from hasten.engine.resources import available_cpus, free_memory
 from hasten.hosts.host import check_supported
-from hasten.utils.batch import map_tensors
+from hasten.utils.batch import batch_tensors, map_tensors
 from hasten.utils.optimizers import follow_strides
 from hasten.utils.rng import preserve_rng_state
 
@@ -134,18 +134,19 @@ class Composition:
             return call(*inputs[0], **inputs[1])
 
         transform, forward = self.fold("batch_transform", lambda inputs: inputs), self.fold("forward", plain)
-        if forward is plain:
-            return lambda *args, **kwargs: plain(transform((args, kwargs)))
-        if not any("uniform_precision" in method.card.invalidates for method in self.methods):
-            return lambda *args, **kwargs: forward(transform((args, kwargs)))
-        device = run.device.type
+        lost = set[str]().union(*(method.card.invalidates for method in self.methods))
+        is_lower, is_strided, device = "uniform_precision" in lost, "contiguous_outputs" in lost, run.device.type
 
-        def in_lower_precision(*args: Any, **kwargs: Any) -> Any:
+        def under_methods(*args: Any, **kwargs: Any) -> Any:
+            """The outputs as the model gave them before: the loss is the script's, and expects them so."""
             outputs = forward(transform((args, kwargs)))
-            # the loss is the script's, and it expects what the model gave it before
-            return outputs if torch.is_autocast_enabled(device) else map_tensors(_to_float32, outputs)
+            if is_lower and not torch.is_autocast_enabled(device):
+                outputs = map_tensors(_to_float32, outputs)
+            if is_strided and any(tensor.ndim == 4 and not tensor.is_contiguous() for tensor in batch_tensors(outputs)):
+                outputs = map_tensors(torch.Tensor.contiguous, outputs)
+            return outputs
 
-        return in_lower_precision
+        return under_methods
 
     def wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``Tensor.backward`` under the methods."""
@@ -172,9 +173,10 @@ class Composition:
     def first_step(self, optimizer: Optimizer) -> None:
         """Called before the first update of each optimizer of the script: methods may change the optimizer in place."""
         self.run.optimizer = optimizer
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if self.fold("optimizer", lambda model: optimizer)(self.run.model) is not optimizer:
             raise ConfigurationError(f"a method replaces the optimizer, which {self.owner} holds; omit that method")
-        if "model" in self.hooks and any(group.get("fused") for group in optimizer.param_groups):
+        if is_fused and "model" in self.hooks:
             follow_strides(optimizer)  # a method may have changed the memory format of the weights
 
     def note_no_torch_optimizer(self, why: str) -> None:
