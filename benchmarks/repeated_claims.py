@@ -78,7 +78,7 @@ def judge(name: str, training: Training, checkouts: Path, options) -> dict:
 
 
 def claimed(found: dict) -> tuple[float, float, float] | None:
-    """The predicted speed-up of the whole training: median, low, high."""
+    """The predicted speed-up of the whole training: median, low, high; None where its length is unknown."""
     seconds = found.get("training_seconds")
     if found.get("verdict") != "faster" or not seconds:
         return None
@@ -100,17 +100,15 @@ def cells(row: dict) -> tuple:
     found, seconds = row["found"], f"{row['seconds_of_search']:.0f}"
     if "runs" not in row:
         return row["training"], found.get("error") or found["verdict"], "", "", "", "", seconds
-    ratio, metrics = (
-        claimed(found),
-        {arm: statistics.fmean(one["metric"] for one in runs) for arm, runs in row["runs"].items()},
-    )
+    ratio, steps = claimed(found), f"steps {found['speedup']['median']:.2f}"
+    before, after = (statistics.fmean(one["metric"] for one in row["runs"][arm]) for arm in ("unchanged", "tuned"))
     return (
         row["training"],
         " + ".join(found["recipe"]),
         found["evidence"],
-        f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})",
+        f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})" if ratio else steps,
         f"{measured(row):.2f}",
-        f"{metrics['unchanged']:.5g} -> {metrics['tuned']:.5g}",
+        f"{before:.5g} -> {after:.5g}",
         seconds,
     )
 
@@ -128,7 +126,7 @@ def main() -> int:
         rows.append(judge(name, TRAININGS[name], options.checkouts.absolute(), options))
         print_progress("  ".join(cells(rows[-1])))
     show(("training", "recipe", "evidence", "claimed", "repeated", "metric", "search, s"), map(cells, rows))
-    repeated = [is_kept(row) for row in rows if "runs" in row]
+    repeated = [is_kept(row) for row in rows if "runs" in row and claimed(row["found"])]
     figure = f"claims that a repetition keeps, searches of {options.budget}: {sum(repeated)} of {len(repeated)}"
     return finish(options, figure, all(repeated) if repeated else None, {"trainings": rows})
 
