@@ -121,10 +121,7 @@ class InMemoryBatches(Method):
                     if why := needed.read(chain.from_iterable(group)):
                         raise RunError(f"{self.name} has no effect: the samples cannot be stacked: {why}")
                 buffer = next(ring) if batches.training else BatchBuffer()  # an evaluation may keep its batches
-                try:
-                    yield from buffer.fetch(fields, group)
-                finally:  # also if the epoch is left in the middle
-                    buffer.release()
+                yield from buffer.fetch(fields, group)
 
         def describe() -> str:
             devices = {buffer.device.type for buffer in buffers if buffer.device}
@@ -320,11 +317,13 @@ class FieldsAsNeeded:
 
 
 class BatchBuffer:
-    """Memory for one group of batches, a tensor per field; on the host it is reused, pinned if the run uses a GPU."""
+    """Memory for one group of batches, a tensor per field; on the host it is reused, or pinned if the run uses a GPU.
+
+    Pinned memory comes from torch's allocator each time: it gives out none that a GPU still copies, on whatever stream.
+    """
 
     def __init__(self, pinned: bool = False):
         self.pinned = pinned
-        self.copied: Any = None  # CUDA event: the GPU has copied the batches
         self.tensors: list[torch.Tensor] = []
         self.device: torch.device | None = None  # of the fetched batches; None before the first
 
@@ -334,8 +333,6 @@ class BatchBuffer:
         All batches are cut at once: one by one between two steps, with this code no longer in the CPU cache, each would
         take five times as long.
         """
-        if self.copied is not None:
-            self.copied.synchronize()
         sizes = [*map(len, group)]
         rows = numpy.array([*chain.from_iterable(group)])  # and from_numpy: torch.tensor takes eight times as long
         index = torch.from_numpy(rows)  # pyright: ignore[reportUnknownMemberType]  # a partial stub
@@ -348,15 +345,10 @@ class BatchBuffer:
         of_batches = map(iter, zip(*(rows.split_with_sizes(sizes) for rows in fetched), strict=True))
         return [map_tensors(lambda _, parts=parts: next(parts), fields) for parts in of_batches]
 
-    def release(self) -> None:
-        """Call it once the consumer has queued its work on the fetched batches: the memory is then reused."""
-        if self.pinned and self.tensors:
-            self.copied = torch.cuda.current_stream().record_event()
-
     def _fetch_into_buffers(self, fields: list[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
         size = len(index)
         # A loop of the user's may keep batches, as torchmetrics does for a curve: their memory is not written again.
-        if not self.tensors or len(self.tensors[0]) < size or any(map(has_views, self.tensors)):
+        if self.pinned or not self.tensors or len(self.tensors[0]) < size or any(map(has_views, self.tensors)):
             new = partial(torch.empty, pin_memory=self.pinned)
             self.tensors = [new((size, *field.shape[1:]), dtype=field.dtype) for field in fields]
         return [
