@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from itertools import product
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -411,3 +412,21 @@ def test_recipe_that_seems_easier_to_prove_goes_first_with_the_largest_part_of_t
         index for index, (name, _) in enumerate(study.ran) if name == str(FASTER)
     )
     assert attempts[0].recipe == FASTER and attempts[0].passed, "the faster one is tried, too, and wins"
+
+
+@pytest.mark.parametrize(("slowdowns", "is_proven"), [([1.0], True), ([4.0, 1.1], True), ([4.0, 4.0], False)])
+def test_recipe_whose_speed_was_measured_beside_other_programs_is_not_proven(slowdowns, is_proven):
+    class Disturbed(PlantedTrainings):
+        salts: ClassVar[dict] = {}
+
+        def compare_speed(self, a, b, *, salt, **how):
+            index = self.salts.setdefault(salt, len(self.salts))  # a trial with the same salt comes from the store
+            noise = {"slowdown": slowdowns[index], "system_noise": {"others_percent": 40.0}}
+            return super().compare_speed(a, b, **how) | noise
+
+    study = Disturbed({"baseline": 0.9, str(FASTER): 0.9})
+    study.salts.clear()
+    done = confirmed(study, (FASTER,))
+    assert done.passed == is_proven and done.gate.passed
+    found = _finding_of(study, SimpleNamespace(run_seconds=10.0, comparison_seconds=5.0), done, is_whole=True)
+    assert (found.evidence == "proven") == is_proven == ("idle machine" not in found.to_prove)

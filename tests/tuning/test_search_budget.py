@@ -446,21 +446,28 @@ def test_start_of_comparisons_is_where_steps_get_slower_if_that_is_early_and_nea
 
 
 def test_compare_speed_begins_at_the_start_step_for_recipes_that_keep_the_training(tmp_path, monkeypatch):
-    begun = []
+    begun, seconds_of_a = [], iter([300.0, 300.0, 300.0, 450.0, 800.0])
 
     def run_interleaved(*_, start_step, **__):
         begun.append(start_step)
         first = SimpleNamespace(seconds_per_sample=lambda: [0.1, 0.3, 0.3], plan={"samples_per_step": 2})
-        return SimpleNamespace(to_json=dict, a=first)
+        paces = {"a": next(seconds_of_a), "b": 200.0}
+        return SimpleNamespace(to_json=lambda: {"seconds_per_1000_samples": paces}, a=first)
 
     monkeypatch.setattr("hasten.tuning.study.run_interleaved", run_interleaved)
     study = Study(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(60.0), no_progress)
-    study.step_seconds = 0.2
+    study.step_seconds, flush = 0.2, Recipe.parse("flush_denormals")
+    outcomes = []
     for study.start_step in (0, 830):  # two trials, not one
-        outcome = study.compare_speed(Recipe(), Recipe.parse("flush_denormals"))
-    assert outcome["slowdown"] == pytest.approx(3.0), "steps of 0.6 s, and 0.2 s at first"
+        outcomes.append(study.compare_speed(Recipe(), flush))
     study.compare_speed(Recipe(), Recipe.parse("batch_size:factor=4"))
     assert begun == [0, 830, 0]
+    outcomes.append(study.compare_speed(Recipe(), flush, salt="again"))
+    outcomes.append(study.compare_speed(flush, flush | Recipe.parse("fused_optimizer")))
+    slowdowns = [outcome["slowdown"] for outcome in outcomes]
+    assert slowdowns[0] == pytest.approx(3.0), "steps of 0.6 s, and 0.2 s at first"
+    assert slowdowns[1] is None, "a training that gets slower by itself says nothing about other programs"
+    assert slowdowns[2:] == [pytest.approx(1.5), pytest.approx(4.0)], "compared with its own pace before, at that step"
 
 
 @pytest.mark.parametrize("methods", [["znorm", "Averaging"], "znorm"])

@@ -9,12 +9,9 @@ neither settles its quality nor suggests that the next one would, an exact recip
 there is an answer in any case. The fastest that passes wins.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
-
-from scipy.special import stdtrit
 
 from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
 from hasten.benchmarking.ratio import Ratio
@@ -27,7 +24,7 @@ from hasten.tuning.confirmation import AGREEMENT, SUBSTITUTED, Confirmation, com
 from hasten.tuning.finding import SURELY_FASTER
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
 from hasten.tuning.study import EXACT, Study, exactness_of
-from hasten.tuning.systems import ROUNDS, loosest_exactness
+from hasten.tuning.systems import ROUNDS, disturbance, is_disturbed, loosest_exactness
 from hasten.tuning.time_to_target import time_to_target
 from hasten.tuning.training import SEED_STEP, Baseline
 
@@ -141,10 +138,9 @@ def _promising(attempt: Confirmation) -> bool:
     result, difference = attempt.gate, attempt.gate.difference
     if result.passed or not difference or not 0 < attempt.looks < attempt.most_looks:
         return result.passed
-    now, then = LOOKS[attempt.looks - 1], LOOKS[attempt.looks]
-    quantiles = [float(stdtrit(pairs - 1, attempt.confidence)) for pairs in (now, then)]
-    shrink = math.sqrt(now / then) * quantiles[1] / quantiles[0]
-    return difference["mean"] - (difference["mean"] - difference["low"]) * shrink > -result.margin
+    return len(result.seeds) > 1 and (
+        gate.pairs_needed(result, attempt.confidence, attempt.confidence) <= LOOKS[attempt.looks]
+    )
 
 
 def _worth_proving(index: int, attempts: list[Confirmation]) -> bool:
@@ -162,6 +158,9 @@ def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: floa
     """
     pairs = LOOKS[attempt.looks]
     attempt.comparison = _compare(study, Recipe(), attempt.recipe, seconds)
+    if is_disturbed(attempt.comparison):  # a search that continues, perhaps on an idle machine, measures it anew
+        salt = f"confirmation after one beside others, in {study.budget.total:.0f} s"
+        attempt.comparison = _compare(study, Recipe(), attempt.recipe, seconds, salt)
     if "failed" in attempt.comparison:
         return attempt.finish(attempt.comparison["failed"])
     check = {}  # of the whole recipe; impossible if a member may cost quality
@@ -184,8 +183,8 @@ def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: floa
     return None
 
 
-def _compare(study: Study, a: Recipe, b: Recipe, seconds: float) -> dict:
-    return study.compare_speed(a, b, looks=SPEED_LOOKS, rounds=ROUNDS, seconds=seconds, salt="confirmation")
+def _compare(study: Study, a: Recipe, b: Recipe, seconds: float, salt: str = "confirmation") -> dict:
+    return study.compare_speed(a, b, looks=SPEED_LOOKS, rounds=ROUNDS, seconds=seconds, salt=salt)
 
 
 def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline, check: dict) -> str | None:
@@ -345,8 +344,16 @@ def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
         result = attempt.gate = gate.equal_by_construction(result, check, EXACT_PAIRS if agrees else MIN_SEEDS)
     slow = gain.high < SURELY_FASTER
     only_speed_is_open = exact and not attempt.uses_measured  # then no further seed makes the speed surer
-    attempt.over = attempt.passed or slow or (result.settled and (only_speed_is_open or not result.passed))
+    is_settled_but_for_others = result.passed and is_disturbed(attempt.comparison)
+    attempt.over = (
+        attempt.passed
+        or slow
+        or is_settled_but_for_others
+        or (result.settled and (only_speed_is_open or not result.passed))
+    )
     attempt.why = result.why
+    if is_disturbed(attempt.comparison):
+        attempt.why += f"; {disturbance(attempt.comparison)}"
     if attempt.uses_measured:
         attempt.why += f"; the blocks promised {block_speedup.median:.2f}x, the measured runs show less and count"
     if result.passed and not attempt.passed:
@@ -355,7 +362,7 @@ def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
 
 def _judge_misses(attempt: Confirmation, result: NonInferiorityResult, baseline: Baseline) -> NonInferiorityResult:
     """The result of the gate, not passed where the recipe misses the target on average, and the original never does."""
-    missed = sum(map(misses_target, attempt.tuned_runs.values()))
+    attempt.misses_on_average, missed = False, sum(map(misses_target, attempt.tuned_runs.values()))
     if not missed or any(map(misses_target, attempt.baseline_runs.values())):
         return result
     mean = fmean(run["metric"] for run in attempt.tuned_runs.values())

@@ -7,7 +7,7 @@ from hasten.core.recipe import Recipe
 from hasten.tuning.finding import SURELY_FASTER, surest
 from hasten.tuning.gate import LOOKS, NonInferiorityResult
 from hasten.tuning.study import EXACT
-from hasten.tuning.systems import loosest_exactness
+from hasten.tuning.systems import is_disturbed, loosest_exactness
 from hasten.tuning.time_to_target import Counts, mean_ratio, samples_since_last_evaluation, time_to_target
 
 AGREEMENT = 0.9  # of the speed-up by blocks, which the measured runs must show
@@ -54,8 +54,9 @@ class Confirmation:
 
     @property
     def passed(self) -> bool:
-        """Whether the recipe passed the quality gate and is surely faster."""
-        return not self.missed and self.gate.passed and self.gain is not None and self.gain.low > SURELY_FASTER
+        """Whether the recipe passed the quality gate and is surely faster, also without other programs."""
+        is_faster = self.gain is not None and self.gain.low > SURELY_FASTER and not is_disturbed(self.comparison)
+        return not self.missed and self.gate.passed and is_faster
 
     def beats(self, other: "Confirmation") -> bool:
         """Whether this recipe passed and is faster than the other, which passed."""

@@ -14,7 +14,7 @@ from hasten.engine.registry import drop_distributed
 from hasten.engine.run_dir import atomic_write
 from hasten.reporting.result_schema import Curve, OfferedMethod, Point, TuneResult
 from hasten.tuning.candidates import Candidates
-from hasten.tuning.confirmation import SUBSTITUTED, Confirmation
+from hasten.tuning.confirmation import SUBSTITUTED, Confirmation, misses_target
 from hasten.tuning.finding import (
     DEFAULT_LEVEL,
     ESTIMATED,
@@ -119,6 +119,7 @@ def result_of(
     chosen = None if state.one_process_is_faster else state.chosen
     winner = state.winner if chosen and state.winner and state.winner.recipe == chosen.recipe else None
     recipe = chosen.recipe if chosen else Recipe()
+    has_reached = winner and not any(map(misses_target, winner.tuned_runs.values()))
     findings = [*state.findings, *([state.unconfirmed] if state.unconfirmed else [])]
     comparison = chosen.comparison if chosen else confirmation.comparison if confirmation else {}
     seconds = _training_seconds(state, chosen, study.horizon)
@@ -150,8 +151,8 @@ def result_of(
         "speedup": _interval(chosen and chosen.speedup),
         "speedup_over_strong_baseline": _interval(winner and winner.over_strong_baseline),
         "measured_speedup": _interval(winner and winner.measured_speedup),
-        "time_to_target": winner and winner.seconds,
-        "samples_compared": winner and winner.counts and winner.counts.to_json(),
+        "time_to_target": winner.seconds if winner and has_reached else None,
+        "samples_compared": winner.counts.to_json() if winner and winner.counts and has_reached else None,
         "quality": _quality(state, chosen, winner),
         **_runs(baseline, confirmation),
         "strong_baseline_recipe": state.strong_baseline.methods,
@@ -246,7 +247,8 @@ def _why(study: Study, state: SearchState, is_partial: bool = False) -> str:
             f"they are{best}; leave --processes out"
         )
     if chosen:
-        what = "faster to the target" if chosen.training_speedup and chosen.gain is chosen.speedup else "faster"
+        is_whole = chosen.training_speedup is None or chosen.gain == chosen.training_speedup
+        what = "faster" if is_whole else "faster to the target"
         if state.run_seconds is None:
             what = "faster in its steps and evaluations, without the start, since the length of the training is unknown"
         return f"{chosen.gain.median:.1f} times {what}; {chosen.why}"

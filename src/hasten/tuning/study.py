@@ -55,7 +55,8 @@ class Study:
     step_seconds: float = 0.0  # of a step of the task as it is; 0: unknown
     start_step: int = 0  # at which comparisons of recipes that keep the numbers begin: where the training gets slower
     source_hashes: dict[str, str] = field(default_factory=dict)  # of the file of each method from a file
-    paces: dict[str, float] = field(default_factory=dict)  # recipe -> its fewest seconds per 1000 samples so far
+    # (recipe, first step) -> its fewest seconds per 1000 samples so far
+    paces: dict[tuple[str, int], float] = field(default_factory=dict)
     charged: set[str] = field(default_factory=set)  # keys of the trials that are paid for
     complete: dict[tuple[str, int, float], dict] = field(default_factory=dict)  # runs by (recipe, seed, horizon)
     trials: list[Any] = field(default_factory=list)  # notes for the report about every trial, losers too
@@ -132,22 +133,24 @@ class Study:
             limits = {"budget": seconds, "looks": looks, "rounds": rounds, "longest": longest, "start_step": start_step}
             how = {"processes": processes, "on_progress": on_progress, **self.where}
             comparison = run_interleaved(self.task, a, b, **limits, **how)
-            return comparison.to_json() | {"slowdown": None if a else self._slowdown(comparison)}
+            return comparison.to_json() | {"slowdown": None if a or start_step else self._slowdown(comparison)}
 
         what = {"a": a.methods, "b": b.methods, "looks": list(looks), "salt": salt, "single_process": single_process}
         what |= {"rounds": list(rounds)} if rounds != ONE_ROUND else {}
         what |= {"start_step": start_step} if start_step else {}
         title = f"{b}{' in one process' if single_process else ''} against {a}"
         outcome = self._charge("speed", what, title, measure)
-        return outcome if single_process else self._with_slowdown(outcome, a, b)
+        return outcome if single_process else self._with_slowdown(outcome, a, b, start_step)
 
-    def _with_slowdown(self, outcome: dict, a: Recipe, b: Recipe) -> dict:
-        """The outcome of a comparison, with the slowdown of a recipe ``a`` that was measured before."""
+    def _with_slowdown(self, outcome: dict, a: Recipe, b: Recipe, start_step: int) -> dict:
+        """The outcome of a comparison, with the slowdown of ``a`` if that is None and ``a`` was measured before."""
         paces: dict[str, float] = outcome.get("seconds_per_1000_samples", {})
-        known = self.paces.get(str(a)) if a else None
+        known = self.paces.get((str(a), start_step))
         for recipe, name in ((a, "a"), (b, "b")) if paces else ():
-            self.paces[str(recipe)] = min(paces[name], self.paces.get(str(recipe), math.inf))
-        return {**outcome, "slowdown": paces["a"] / known} if known and paces else outcome
+            key = str(recipe), start_step
+            self.paces[key] = min(paces[name], self.paces.get(key, math.inf))
+        is_open = known and paces and outcome.get("slowdown") is None
+        return {**outcome, "slowdown": paces["a"] / known} if is_open else outcome
 
     def _slowdown(self, comparison: Comparison) -> float | None:
         pace = median_high(comparison.a.seconds_per_sample()) * comparison.a.plan["samples_per_step"]

@@ -205,13 +205,14 @@ def _try_recipe(
         ratio, again = outcome["ratio"], dict(LONGER_COMPARISON)
         if is_disturbed(outcome):  # a search that continues, perhaps on an idle machine, measures it anew
             again["salt"] = f"after one beside others, in {study.budget.total:.0f} s"
-        outcome = unless_budget_ends(lambda: study.compare_speed(base, recipe, seconds=LONGER * seconds, **again))
+        longer = seconds if how else LONGER * seconds
+        outcome = unless_budget_ends(lambda: study.compare_speed(base, recipe, seconds=longer, **again))
         spent += outcome["trial_seconds"]
     if "failed" in outcome:
         return note(failure_verdict(outcome["failed"]), outcome["failed"])
     ratio = outcome["ratio"]
     if is_disturbed(outcome):
-        return note(UNSURE, f"{outcome['why']}; {_disturbance(outcome)}")
+        return note(UNSURE, f"{outcome['why']}; {disturbance(outcome)}")
     if outcome["verdict"] != FASTER:
         return note("no gain" if outcome["verdict"] == SAME else outcome["verdict"], outcome["why"])
     gain = run_speedup(outcome, samples)
@@ -271,14 +272,14 @@ def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float
     if longer > outcome.get("seconds", 0.0) and longer + to_start < study.budget.left():
         how |= {"seconds": longer, "rounds": ROUNDS if longer == seconds else MANY_ROUNDS}
         outcome = _measured_again(study, recipe, outcome, how, f"confirmation of {longer:.0f} s")
-    if is_disturbed(outcome):
-        salt = f"confirmation of {longer or seconds:.0f} s, after one beside others"
+    elif is_disturbed(outcome):  # a search that continues, perhaps on an idle machine, measures it anew
+        salt = f"confirmation after one beside others, in {study.budget.total:.0f} s"
         outcome = _measured_again(study, recipe, outcome, how, salt)
     spent, ratio, why = spent + outcome["trial_seconds"], outcome.get("ratio"), check["why"]
     if failed := outcome.get("failed"):
         return study.note(str(recipe), "confirmation", failure_verdict(failed), failed, seconds=spent)
     speedup = whole_run_ratio(outcome, samples)
-    verdict = "passed" if speedup.median > finding.SURELY_FASTER else "slower"
+    verdict = "passed" if is_disturbed(outcome) or speedup.median > finding.SURELY_FASTER else "slower"
     if exactness is Exactness.REDUCED_PRECISION:
         of_losses, why = _compare_losses(outcome, why)
         verdict = of_losses if of_losses != "passed" else verdict
@@ -291,7 +292,7 @@ def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float
     to_prove = finding.to_be_sure(speedup, outcome["seconds"])
     if is_disturbed(outcome):
         level, budget = finding.ESTIMATED, duration_option(outcome["seconds"] / finding.CONTINUED_SHARE)
-        why, to_prove = f"{why}; {_disturbance(outcome)}", f"repeat it on an idle machine: --budget +{budget}"
+        why, to_prove = f"{why}; {disturbance(outcome)}", f"repeat it on an idle machine: --budget +{budget}"
     return Finding(recipe, level, speedup, why, to_prove=to_prove, comparison=outcome)
 
 
@@ -326,11 +327,12 @@ def is_disturbed(outcome: dict[str, Any]) -> bool:
     return (outcome.get("slowdown") or 1.0) > MAX_SLOWDOWN and others > MAX_OTHERS_PERCENT
 
 
-def _disturbance(outcome: dict[str, Any]) -> str:
+def disturbance(outcome: dict[str, Any]) -> str:
+    """How other programs have disturbed a comparison, in words."""
     others, slowdown = outcome["system_noise"]["others_percent"], outcome["slowdown"]
     return (
-        f"other programs used {others:.0f} % of the processors, and what it is compared with ran {slowdown:.1f} times "
-        "slower than before, so an idle machine may show another ratio"
+        f"other programs used {others:.0f} % of the processors, and the recipe it is compared with ran "
+        f"{slowdown:.1f} times slower than before, so an idle machine may show another ratio"
     )
 
 

@@ -22,10 +22,11 @@ from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.candidates import Candidates, strong_baselines
 from hasten.tuning.experience import compositions, distinct, exact_part, gpu_compositions
-from hasten.tuning.finding import ESTIMATED, EXACT, Finding
+from hasten.tuning.finding import ESTIMATED, EXACT, SURELY_FASTER, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
 from hasten.tuning.systems import (
+    AS_FAST,
     Candidate,
     add_or_replace,
     confirm_speed,
@@ -94,8 +95,10 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
         is_last = not lower and share == 1
         seconds_to_confirm = _all_seconds(study, plan, seconds) if is_last else seconds
         _add(state, found := confirm_speed(study, state.incumbents.recipes, samples, seconds_to_confirm, is_last))
-        if found and found.recipe != state.incumbents.best:
-            state.incumbents.push(found.recipe)  # the best turned out not to be
+        good = found if found and found.speedup.median > SURELY_FASTER else None
+        if state.incumbents.best != (good.recipe if good else Recipe()):  # the confirmation has refused it
+            state.incumbents.recipes.append(good.recipe if good else Recipe())
+            state.incumbents.speedup = good.speedup if good else AS_FAST
         state.save()
     if lower:
         before = len(state.incumbents.recipes)

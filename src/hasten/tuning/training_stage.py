@@ -23,6 +23,7 @@ from hasten.tuning.joint_search import add_lengthened, search_jointly, shorten, 
 from hasten.tuning.largest_batch import largest_batch_compositions
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import PROFILE_SECONDS, Study
+from hasten.tuning.systems import is_disturbed
 from hasten.tuning.systems_stage import (
     MIN_SHORT_RUN_S,
     SHORT_RUNS,
@@ -252,7 +253,7 @@ def _substitute(findings: list[Finding]) -> Substitute | None:
 def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whole: bool) -> Finding:
     """An attempt of the confirmation as a finding: proven if whole trainings passed the gate, else estimated."""
     assert attempt.speedup is not None
-    is_proven = is_whole and attempt.gate.passed and not attempt.missed
+    is_proven = is_whole and attempt.gate.passed and not attempt.missed and not is_disturbed(attempt.comparison)
     where = "" if is_whole else f"in {study.horizon:.2g} of the training, with its schedule compressed: "
     return Finding(
         attempt.recipe,
@@ -269,6 +270,8 @@ def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whol
 def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool, of_script: bool) -> str:
     """What it would take to prove the recipe of an attempt: seeds and budget."""
     result, seconds = attempt.gate, state.run_seconds
+    if is_disturbed(attempt.comparison):
+        return f"repeat it on an idle machine: --budget +{duration_option(2 * state.comparison_seconds)}"
     if result.difference and result.difference["mean"] <= -result.margin:
         return "more seeds would hardly prove it: it ends worse by more than the margin"
     if attempt.misses_on_average:

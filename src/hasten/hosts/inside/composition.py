@@ -142,7 +142,7 @@ class Composition:
             outputs = forward(transform((args, kwargs)))
             if is_lower and not torch.is_autocast_enabled(device):
                 outputs = map_tensors(_to_float32, outputs)
-            if is_strided and any(tensor.ndim == 4 and not tensor.is_contiguous() for tensor in batch_tensors(outputs)):
+            if is_strided and not all(tensor.is_contiguous() for tensor in batch_tensors(outputs)):
                 outputs = map_tensors(torch.Tensor.contiguous, outputs)
             return outputs
 
