@@ -9,10 +9,12 @@ from hasten.benchmarking.compare import Comparison
 from hasten.benchmarking.measurement import ArmSamples
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
+from hasten.tuning.finding import ESTIMATED, PRECISION, Finding, recommended
+from hasten.tuning.result import SearchState
 from hasten.tuning.study import is_in
 from hasten.tuning.systems import _compare_losses, check_verdict
 from hasten.tuning.training import Baseline, Outcome, seconds_of
-from hasten.tuning.training_stage import run_baseline
+from hasten.tuning.training_stage import _keeps_quality, run_baseline
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
 
@@ -158,3 +160,14 @@ def test_block_with_a_loss_that_is_not_finite_can_be_stored():
     arms = [ArmSamples(Recipe(), blocks=[{"round": 1, "loss": loss, "position": 8}]) for loss in (math.nan, 2.0)]
     comparison = Comparison("unsure", Ratio(1.0, 0.9, 1.1), *arms, why="", seconds=1.0, noise={})
     assert comparison.losses() == {"samples": [8], "a": [None], "b": [2.0]}
+
+
+@pytest.mark.parametrize(("change", "keeps"), [(0.0, True), (-0.5 * MARGIN, True), (-3 * MARGIN, False)])
+def test_whole_trainings_contradict_lower_precision_that_surely_ends_worse_by_the_margin(change, keeps):
+    recipe = Recipe.parse("bfloat16")
+    study = Planted(faster={"bfloat16": 2.0}, better={"bfloat16": change}, spread=0.1 * MARGIN)
+    found = Finding(recipe, PRECISION, Ratio(2.0, 1.9, 2.1), "gradients as expected")
+    state = SearchState(findings=[found], save=lambda: None)
+    assert _keeps_quality(study, state, baseline_of(study), found) == keeps
+    assert found.evidence == (PRECISION if keeps else ESTIMATED) and "over 3 paired seeds" in found.why
+    assert recommended(state.findings) == (found if keeps else None)

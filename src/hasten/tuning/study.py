@@ -217,7 +217,9 @@ class Study:
 
     def note(self, what: str, stage: str, verdict: str, why: str, *, ratio: Any = None, seconds: float = 0.0) -> None:
         trial = {"what": what, "stage": stage, "verdict": verdict, "why": why, "ratio": ratio}
-        self.trials.append(trial | {"seconds": round(seconds, 2)})
+        trial["seconds"] = round(seconds, 2)
+        if trial not in self.trials:  # the same may come from the store again
+            self.trials.append(trial)
 
     def _time_to_target(self, evaluations: list[dict]) -> dict:
         """``seconds_to_target`` and ``samples_to_target`` (reached and held), ``first_samples`` (reached); or None."""

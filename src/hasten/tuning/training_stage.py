@@ -18,7 +18,15 @@ from hasten.tuning.confirm import compare_with_strong_baseline, confirm, fresh_s
 from hasten.tuning.confirmation import Confirmation
 from hasten.tuning.experience import is_exact
 from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding
-from hasten.tuning.gate import LOOKS, MIN_SEEDS, MOST_PAIRS, pairs_needed, resolve_margin
+from hasten.tuning.gate import (
+    LOOKS,
+    MIN_SEEDS,
+    MOST_PAIRS,
+    final_metrics,
+    pairs_needed,
+    quality_gate,
+    resolve_margin,
+)
 from hasten.tuning.joint_search import add_lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.largest_batch import largest_batch_compositions
 from hasten.tuning.result import SearchState
@@ -73,6 +81,9 @@ def find_training(study: Study, state: SearchState) -> None:
             raise
         return study.note("baseline", "baseline", "failed", str(error))  # exact recipes need no metric
     state.save()
+    if is_whole and exact and exact.evidence == PRECISION and not _keeps_quality(study, state, baseline, exact):
+        exact = finding.recommended(state.findings, EXACT)
+        state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
     first = first_outcome(baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
@@ -105,6 +116,36 @@ def find_training(study: Study, state: SearchState) -> None:
     recipes = [recipe for recipe in recipes if recipe not in known]
     first = longer if longer in recipes and not _is_provable(study, recipes[-1], baseline) else None
     _confirm(study, state, baseline, recipes, is_whole, first)
+
+
+def _keeps_quality(study: Study, state: SearchState, baseline: Baseline, found: Finding) -> bool:
+    """Trains a recipe of lower precision on the seeds of the baseline; False if it surely ends worse, by the margin.
+
+    Its gradients and its first losses have passed their checks. Whole trainings can still contradict these; then it is
+    an estimate only. What they show is added to the finding.
+    """
+    runs: dict[int, dict] = {}
+    with study.budget.part(1.0):
+        for seed in baseline.run_seeds:
+            runs[seed] = study.run(found.recipe, seed)
+    if failed := next((run["failed"] for run in runs.values() if "failed" in run), ""):
+        found.evidence, found.to_prove = ESTIMATED, "its whole training fails"
+        study.note(str(found.recipe), "confirmation", "failed", failed)
+        return False
+    original = {seed: run for seed, run in zip(baseline.run_seeds, baseline.runs, strict=True) if seed in runs}
+    before, after = final_metrics([original, runs], baseline.margin)
+    result = quality_gate(before, after, margin=baseline.margin, higher_is_better=baseline.higher_is_better)
+    if not result.difference:
+        return True
+    mean, found.quality = result.difference["mean"], result.difference
+    is_worse = mean <= -baseline.margin and result.difference["high"] < 0
+    why = f"over {len(runs)} paired seeds the metric changes by {mean:+.4g}; the margin is {baseline.margin:.3g}"
+    study.note(str(found.recipe), "confirmation", "refused" if is_worse else "passed", why)
+    found.why = f"{found.why}; {why}"
+    if is_worse:
+        found.evidence, found.to_prove = ESTIMATED, "more seeds would hardly prove it: whole trainings end worse"
+    state.save()
+    return not is_worse
 
 
 def _is_provable(study: Study, recipe: Recipe, baseline: Baseline) -> bool:
