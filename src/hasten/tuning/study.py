@@ -149,8 +149,9 @@ class Study:
         for recipe, name in ((a, "a"), (b, "b")) if paces else ():
             key = str(recipe), start_step
             self.paces[key] = min(paces[name], self.paces.get(key, math.inf))
-        is_open = known and paces and outcome.get("slowdown") is None
-        return {**outcome, "slowdown": paces["a"] / known} if is_open else outcome
+        if known is None or not paces or outcome.get("slowdown") is not None:
+            return outcome
+        return {**outcome, "slowdown": paces["a"] / known}
 
     def _slowdown(self, comparison: Comparison) -> float | None:
         pace = median_high(comparison.a.seconds_per_sample()) * comparison.a.plan["samples_per_step"]
