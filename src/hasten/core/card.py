@@ -71,7 +71,6 @@ TRAITS = {
     "full_weights": "every rank holds all weights and their gradients",
     "replicated_weights": "all ranks hold the same weights after every step",
     "monolithic_forward": "every rank computes the output and the loss of its samples by itself",
-    "contiguous_outputs": "outputs of the model are contiguous in memory",
     "uniform_precision": "one lower precision is chosen for the whole forward pass",
 }
 

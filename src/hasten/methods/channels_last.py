@@ -26,7 +26,6 @@ class ChannelsLast(Method):
         accelerates={"forward", "backward"},
         on_gpu={"baseline": True},
         applies_to={"convolutions"},
-        invalidates={"contiguous_outputs"},
         script_edit={"model": "{model}.to(memory_format=torch.channels_last)"},
     )
 

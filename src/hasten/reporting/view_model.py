@@ -173,7 +173,8 @@ def break_even(result: Json) -> str:
     if runs is None:
         if is_recommended(result) and result["break_even_runs"] is None:
             return "How long a whole training takes is not known, and so not after how many the search pays."
-        return "" if result["is_partial"] else "It found nothing that saves time, so it does not pay."
+        is_open = result["is_partial"] or _is_without_comparison(result)
+        return "" if is_open else "It found nothing that saves time, so it does not pay."
     text = f"It pays after {formatting.count(runs, 'training', 'trainings')}"
     if expected is None or runs <= expected:
         return f"{text}."

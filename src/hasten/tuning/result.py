@@ -31,6 +31,8 @@ from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import Baseline
 from hasten.tuning.trial_store import FREE_THE_DISK
 
+WIDEST = 4.0  # ratio of the ends of an interval, above which it says nothing about a recipe
+
 
 @dataclass
 class SearchState:
@@ -265,9 +267,9 @@ def _why(study: Study, state: SearchState, is_partial: bool = False) -> str:
 
 def _may_be_faster(found: Finding, level: str) -> bool:
     """Whether it is open that a recipe which keeps the training is faster, and could be known at the asked level."""
-    return (
-        bool(found.to_prove) and not changes_training(found.recipe) and (level != EXACT or found.evidence != PRECISION)
-    )
+    is_narrow = found.gain.high < WIDEST * found.gain.low
+    is_allowed = not changes_training(found.recipe) and (level != EXACT or found.evidence != PRECISION)
+    return bool(found.to_prove) and is_narrow and is_allowed
 
 
 def _why_nothing_is_faster(trials: Sequence[Mapping[str, Any]], is_partial: bool) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from hasten.benchmarking.ratio import FASTER, SAME, UNSURE, Ratio
+from hasten.benchmarking.ratio import FASTER, SAME, SLOWER, UNSURE, Ratio
 from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
 from hasten.core.card import Card, Exactness
 from hasten.core.errors import ConfigurationError
@@ -279,7 +279,9 @@ def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float
     if failed := outcome.get("failed"):
         return study.note(str(recipe), "confirmation", failure_verdict(failed), failed, seconds=spent)
     speedup = whole_run_ratio(outcome, samples)
-    verdict = "passed" if is_disturbed(outcome) or speedup.median > finding.SURELY_FASTER else "slower"
+    verdict = "passed"
+    if speedup.median <= finding.SURELY_FASTER and not is_disturbed(outcome):
+        verdict = outcome["verdict"] if outcome["verdict"] in (SLOWER, UNSURE) else "no gain"
     if exactness is Exactness.REDUCED_PRECISION:
         of_losses, why = _compare_losses(outcome, why)
         verdict = of_losses if of_losses != "passed" else verdict

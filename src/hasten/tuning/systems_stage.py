@@ -55,7 +55,7 @@ MANY_COMPARISONS = 40.0  # with fewer, methods that need no choice are tried tog
 GUESSES = 3
 LUCK = 1.05  # ratio of two comparisons of the same recipe, which is seen easily
 PROCESS_START_S = 0.5
-SPARE = 1.3  # times what a first comparison would have taken, of the budget that is recommended
+SPARE = 1.6  # times what a first comparison would have taken, of the budget that is recommended
 
 
 def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:

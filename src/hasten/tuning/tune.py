@@ -134,7 +134,8 @@ def tune(
         used: str = task.device(asked)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
             why = facts.get("no_whole_run") or "the task has none; add it, or choose exact or precision"
-            raise ConfigurationError(f"evidence={evidence} needs a metric on held-out data (validation_data); {why}")
+            where = "that the script prints or logs" if task.command else "(validation_data)"
+            raise ConfigurationError(f"evidence={evidence} needs a metric on held-out data {where}; {why}")
         settings = store.settings = _settings(facts, used, seed, processes, margin)
         earlier = _earlier_result(directory, settings) if continues else {}
     except BaseException:

@@ -134,8 +134,9 @@ class Composition:
             return call(*inputs[0], **inputs[1])
 
         transform, forward = self.fold("batch_transform", lambda inputs: inputs), self.fold("forward", plain)
-        lost = set[str]().union(*(method.card.invalidates for method in self.methods))
-        is_lower, is_strided, device = "uniform_precision" in lost, "contiguous_outputs" in lost, run.device.type
+        is_lower = any("uniform_precision" in method.card.invalidates for method in self.methods)
+        weights, device = [weight for weight in root.parameters() if weight.ndim == 4], run.device.type
+        is_strided = "model" in self.hooks and not all(weight.is_contiguous() for weight in weights)  # channels last
 
         def under_methods(*args: Any, **kwargs: Any) -> Any:
             """The outputs as the model gave them before: the loss is the script's, and expects them so."""
