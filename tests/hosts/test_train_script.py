@@ -94,6 +94,7 @@ def test_signals_of_a_scheduler_reach_the_script(tmp_path):
 
 FAILS_LATER = """
 import torch
+from torch.utils.data import DataLoader
 
 class HeldOut(torch.utils.data.Dataset):
     is_ready = False
