@@ -211,8 +211,8 @@ def _try_recipe(
     if "failed" in outcome:
         return note(failure_verdict(outcome["failed"]), outcome["failed"])
     ratio = outcome["ratio"]
-    if is_disturbed(outcome):
-        return note(UNSURE, f"{outcome['why']}; {disturbance(outcome)}")
+    if is_disturbed(outcome):  # the confirmation corrects it, or calls it an estimate
+        outcome = {**outcome, "why": f"{outcome['why']}; {disturbance(outcome)}"}
     if outcome["verdict"] != FASTER:
         return note("no gain" if outcome["verdict"] == SAME else outcome["verdict"], outcome["why"])
     gain = run_speedup(outcome, samples)

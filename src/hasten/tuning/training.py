@@ -28,7 +28,6 @@ from hasten.tuning.systems import (
     check_verdict,
     conflict_reason,
     failure_verdict,
-    is_disturbed,
     loosest_exactness,
     merge,
 )
@@ -355,7 +354,7 @@ def _require_quality(study: Study, recipe: Recipe, outcome: Outcome, best: Outco
 def _require_speed(study: Study, best: Recipe, recipe: Recipe, outcome: Outcome) -> Outcome:
     """The outcome of a recipe that needs as many samples as the best: kept only if its steps are surely faster."""
     speed = study.compare_speed(best, recipe)
-    if speed.get("verdict") == FASTER and not is_disturbed(speed):
+    if speed.get("verdict") == FASTER:
         return outcome
     why = speed.get("why") or speed["failed"]
     why = f"takes as many samples to the target as the best so far, and a step is not faster: {why}"
