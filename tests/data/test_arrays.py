@@ -111,10 +111,18 @@ def test_arrays_replaced_file_is_read_from_the_next_epoch(tmp_path, monkeypatch)
         (lambda directory: arrays(directory / "missing.npy"), "cannot read .*missing.npy: No such file"),
         (lambda directory: arrays(directory / "pickled.npy"), "pickled.npy is not an array of numbers"),
         (lambda directory: arrays(directory / "text.npy"), "text.npy is not an array of numbers"),
+        (lambda directory: arrays(directory / "empty.npy"), "empty.npy is not an array of numbers"),
+        (lambda directory: arrays(directory / "broken.npy"), "broken.npy is not an array of numbers"),
+        (lambda directory: arrays(directory / "zip.npy"), "zip.npy is a zip archive, not one array; unpack"),
     ],
 )
 def test_arrays_invalid_input_is_refused(tmp_path, wrong, message):
     numpy.save(tmp_path / "pickled.npy", numpy.array([{"a": 1}]), allow_pickle=True)
     (tmp_path / "text.npy").write_text("hello")
+    (tmp_path / "empty.npy").touch()
+    with open(tmp_path / "zip.npy", "wb") as file:
+        numpy.savez(file, x=numpy.arange(3))
+    numpy.save(tmp_path / "broken.npy", numpy.arange(3))
+    (tmp_path / "broken.npy").write_bytes((tmp_path / "broken.npy").read_bytes().replace(b"}", b"{"))
     with pytest.raises(ConfigurationError, match=message):
         wrong(tmp_path)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -168,3 +169,53 @@ def test_cache_reports_progress(recwarn, tmp_path):
     )
     assert all(re.search(r", [\d,]+ rows/s$", what) for what, *_ in reports)
     assert not [each for each in recwarn if each.category is HastenWarning]
+
+
+class ImageAndLabel(NamedTuple):
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+def paired(sample):
+    return ImageAndLabel(*sample)
+
+
+def test_cache_named_tuples_keep_their_names():
+    data = arrays(NUMBERS, torch.arange(ROWS)).map(paired)
+    for pipeline in (data, data.cache(), data.map(lambda pair: pair), data.cache().map(lambda pair: pair)):
+        batch = next(iter(pipeline.batch(BATCH)))
+        assert type(batch) is ImageAndLabel and torch.equal(batch.image, NUMBERS[:BATCH])
+    assert torch.equal(next(iter(data.cache().map(lambda pair: pair.label).batch(BATCH))), torch.arange(BATCH))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (paired, r"cannot store named tuples such as ImageAndLabel; .*cache\('memory'\)"),
+        (lambda sample: {"deep": paired(sample)}, "cannot store named tuples such as ImageAndLabel"),
+        (lambda sample: {(0, 1): sample[0]}, r"cannot store samples with the key \(0, 1\); use strings"),
+    ],
+)
+def test_cache_on_disk_refuses_what_a_file_cannot_restore(tmp_path, function, message):
+    pipeline = counting(arrays(NUMBERS, torch.arange(ROWS)))
+    with pytest.raises(ConfigurationError, match=message):
+        list(pipeline.map(function).cache("disk").batch(BATCH))
+    assert pipeline.source.rows_read <= 4 and not files(tmp_path), "refused before all rows are read"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cache_keeps_keys_that_are_no_strings(kind):
+    for _ in range(2):  # the second time from the disk
+        pipeline = arrays({0: NUMBERS, "0": (NUMBERS + 1,), None: {True: NUMBERS + 2}}).cache(kind).batch(ROWS)
+        (batch,) = pipeline
+        assert list(batch) == [0, "0", None] and list(batch[None]) == [True]
+        assert all(map(torch.equal, (batch[0], batch["0"][0], batch[None][True]), (NUMBERS, NUMBERS + 1, NUMBERS + 2)))
+
+
+@pytest.mark.parametrize("directory", [None, "~/cache"])
+def test_cache_directory_may_be_in_the_home_directory(tmp_path, monkeypatch, directory):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HASTEN_CACHE", "~/other" if directory else "~/cache")
+    monkeypatch.chdir(tmp_path)
+    list(arrays(NUMBERS).cache("disk", directory=directory).batch(ROWS))
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]

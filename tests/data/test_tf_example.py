@@ -193,3 +193,24 @@ def test_missing_feature_error_suggests_similar_names():
         infer_features([{"label": ("int64", 1)}], ["labl"])
     with pytest.raises(ConfigurationError, match="'a' is of different types in the records: float and int64"):
         infer_features([{"a": ("int64", 1)}, {"a": ("float", 1)}], None)
+
+
+@pytest.mark.parametrize(("values", "kind"), [([b"x", b"y"], "bytes"), ([1, 2], "int64"), ([0.5, 1.5], "float")])
+def test_empty_list_is_of_the_kind_of_the_other_messages(values, kind):
+    messages = [encode_example({"a": row}) for row in (values, [], values[:1], ())]
+    assert [summarize_example(message)["a"] for message in messages] == [(kind, 2), (None, 0), (kind, 1), (None, 0)]
+    assert [list(row) for row in read(messages)["a"]] == [values, [], values[:1], []]
+    assert summarize_example(encode_example({"a": torch.zeros(0)}))["a"] == ("float", 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["a", None], "feature 'a' holds a NoneType among strings; replace it"),
+        ([b"a", 1], "feature 'a' holds a int among strings"),
+        ([[1], [1, 2]], "feature 'a' holds lists of unequal lengths; an Example holds flat lists"),
+    ],
+)
+def test_list_that_an_example_cannot_hold_is_refused(value, message):
+    with pytest.raises(ConfigurationError, match=message):
+        encode_example({"a": value})

@@ -1,5 +1,6 @@
 """Token files: every window in its place, read from files that other programs wrote."""
 
+import errno
 import os
 
 import numpy
@@ -99,6 +100,8 @@ def test_tokens_replaced_file_is_read_from_the_next_epoch(tmp_path, monkeypatch)
         (lambda directory: tokens(directory / "short.bin", 2, dtype="uint15"), "uint15"),
         (lambda directory: tokens(directory / "floats.npy", 2), "floats.npy holds float64 of 1 dimensions"),
         (lambda directory: tokens(directory / "square.npy", 2), "of 2 dimensions"),
+        (lambda directory: tokens(directory / "empty.npy", 2), "empty.npy is not an array of numbers"),
+        (lambda directory: tokens(directory / "zip.npy", 2), "zip.npy is a zip archive, not one array"),
     ],
 )
 def test_tokens_invalid_file_is_refused(tmp_path, wrong, message):
@@ -107,5 +110,20 @@ def test_tokens_invalid_file_is_refused(tmp_path, wrong, message):
     (tmp_path / "odd.bin").write_bytes(b"1234567")
     numpy.save(tmp_path / "floats.npy", numpy.zeros(9))
     numpy.save(tmp_path / "square.npy", numpy.zeros((9, 9), int))
+    (tmp_path / "empty.npy").touch()
+    with open(tmp_path / "zip.npy", "wb") as file:
+        numpy.savez(file, x=numpy.arange(9))
     with pytest.raises(ConfigurationError, match=message):
         wrong(tmp_path)
+
+
+def test_tokens_file_that_may_not_be_opened_is_refused(tmp_path, monkeypatch):
+    """The error is planted, because the superuser may open every file."""
+
+    def denied(file, *arguments, **options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), file)
+
+    written(tmp_path / "a.bin")
+    with monkeypatch.context() as planted, pytest.raises(ConfigurationError, match=r"cannot read .*a\.bin: Permission"):
+        planted.setattr("builtins.open", denied)
+        tokens(tmp_path / "a.bin", 8)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import hasten
-from hasten import ConfigurationError
-from hasten.data import arrays
+from hasten import ConfigurationError, RunError
+from hasten.data import arrays, csv
 from hasten.engine import data_adapters
 from hasten.engine.plan import build
 from helpers import pipeline_tasks
@@ -65,3 +65,44 @@ def test_train_plan_of_a_pipeline():
     assert (program.plan.batch_size, program.plan.steps) == (12, 16)
     with pytest.raises(ConfigurationError, match=r"batch_size=\) is missing"):
         build(pipeline_tasks.task(bare))
+
+
+def table_of(path, words):
+    path.write_text("x,word\n" + "".join(f"{number},{word}\n" for number, word in enumerate(words)))
+    return path
+
+
+@pytest.mark.parametrize("where", [None, "memory", "disk"])
+def test_train_text_targets_numbered_differently_are_refused(tmp_path, monkeypatch, where):
+    """Each table numbers the values in its own files: one that is missing would shift all later numbers."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+
+    def loaded(train, validation, **options):
+        files = table_of(tmp_path / "a.csv", train), table_of(tmp_path / "b.csv", validation)
+        pipelines = [csv(file, target="word", **options) for file in files]
+        if where is not None:
+            pipelines = [pipeline.map(lambda sample: sample).cache(where) for pipeline in pipelines]
+        data_adapters.load_data(pipeline_tasks.task(pipelines[0], validation_data=pipelines[1]))
+        return pipelines[1].classes
+
+    with pytest.raises(ConfigurationError, match=r"classes differently: c is 2 and 1; .* the same classes="):
+        loaded("abc", "ac")
+    assert loaded("abc", "ab") == ["a", "b"]
+    assert loaded("abc", "ac", classes=["a", "b", "c"]) == ["a", "b", "c"]
+
+
+def test_train_classes_that_cannot_be_read_fail_when_the_rows_are_read(tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
+    pipelines = [csv(table_of(tmp_path / name, "ab"), target="word").batch(2) for name in ("a.csv", "b.csv")]
+    table_of(tmp_path / "b.csv", "abc")
+    task = data_adapters.load_data(pipeline_tasks.task(pipelines[0], validation_data=pipelines[1]))
+    with pytest.raises(RunError, match=r"b\.csv changed while it was being read"):
+        next(data_adapters.validation(task, 2, 0).epoch(0, 0))
+
+
+def test_train_without_validation_data_does_not_read_the_classes(tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
+    pipeline = csv(table_of(tmp_path / "a.csv", "ab"), target="word").batch(2)
+    data_adapters.load_data(pipeline_tasks.task(pipeline, validation_data=None))
+    assert "classes" not in vars(pipeline.source)

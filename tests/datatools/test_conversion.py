@@ -3,11 +3,12 @@
 import json
 
 import numpy
+import pyarrow as pa
 import pytest
 import torch
 
 from hasten import ConfigurationError
-from hasten.data import arrays, convert, feather, images, parquet, tfrecord, webdataset
+from hasten.data import arrays, convert, feather, images, inspect, parquet, tfrecord, webdataset
 from hasten.data.source import column_leaves
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_images, write_table
 
@@ -139,3 +140,38 @@ def test_convert_images_of_one_size_to_rows(tmp_path):
     with pytest.raises(ConfigurationError, match="resize images with --resize"):
         convert(data, tmp_path / "mixed", to="rows")
     assert not (tmp_path / "mixed").exists()
+
+
+def test_convert_lists_of_strings_some_of_which_are_empty(tmp_path):
+    words = [["a", "b"], [], ["c"], []]
+    data = write_table(tmp_path / "in", content=pa.table({"words": words, "number": range(4)}))
+    convert(data, tmp_path / "out", to="tfrecord")
+    read = read_all(tfrecord(tmp_path / "out"))
+    assert read["words"] == [[word.encode() for word in row] for row in words] and read["number"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_convert_and_inspect_patterns_that_match_other_files(tmp_path):
+    write_images(tmp_path / "in", sizes=((16, 16),))
+    (tmp_path / "in" / "cat" / "notes.txt").touch()
+    (tmp_path / "in" / "notes.txt").touch()
+    for pattern, others in (("in/*/*", 1), ("in/*", 2)):
+        result = convert(tmp_path / pattern, tmp_path / "out", to="webdataset", shards=1)
+        assert (result["rows"], result["others"], result["classes"]) == (12, {"CSV": others}, ["cat", "dog"])
+        result = inspect(tmp_path / pattern, budget=0.1)
+        assert (result["rows"], result["trouble"], result["classes"]) == (12, None, ["cat", "dog"])
+
+
+def test_convert_expands_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "in" / "set", sizes=((16, 16),))
+    result = convert("~/in", "~/out", to="webdataset")
+    assert result["out"] == str(tmp_path / "out") and result["classes"] == ["set"] and not (tmp_path / "~").exists()
+    for out in ("~/in/out", tmp_path / "in" / "out"):
+        with pytest.raises(ConfigurationError, match="where it would be read as a part of the original"):
+            convert("~/in", out, to="webdataset")

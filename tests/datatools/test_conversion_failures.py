@@ -11,6 +11,7 @@ from functools import partial
 from itertools import count
 
 import numpy
+import pyarrow
 import pytest
 
 from hasten import ConfigurationError, RunError
@@ -233,3 +234,31 @@ def test_convert_original_that_changes_is_detected(tmp_path):
     with pytest.raises(RunError, match="the original changed while it was converted"):
         convert(data, tmp_path / "out", to="rows", on_progress=change)
     assert not [*(tmp_path / "out").glob("*.npy")]
+
+
+def test_npy_files_of_one_name_are_refused(tmp_path):
+    for directory in ("a", "b"):
+        (tmp_path / "in" / directory).mkdir(parents=True)
+        numpy.save(tmp_path / "in" / directory / "x.npy", numpy.arange(3))
+    with pytest.raises(ConfigurationError, match=r"a/x\.npy and .*b/x\.npy would both be the column 'x'; pass one"):
+        convert(tmp_path / "in", tmp_path / "out", to="parquet")
+    assert convert(tmp_path / "in" / "a", tmp_path / "out", to="parquet")["rows"] == 3
+
+
+def test_convert_resumes_after_a_backup_and_other_permissions(tmp_path):
+    """Both change the change time of the original, not its content."""
+    data = write_table(tmp_path / "in")
+    changes = iter([lambda: (data / "train.parquet").chmod(0o600), lambda: None])
+    convert(data, tmp_path / "out", to="feather", on_progress=lambda *progress: next(changes, lambda: None)())
+    os.link(data / "train.parquet", tmp_path / "backup.parquet")
+    assert convert(data, tmp_path / "out", to="feather")["written"] == 0
+
+
+def test_convert_strings_that_an_example_cannot_hold_are_refused(tmp_path):
+    for name, rows, message in (
+        ("missing", [["a", None], ["b"]], "'x' holds a NoneType among strings"),
+        ("ragged", [[[1], [1, 2]], [[3]]], "'x' holds lists of unequal lengths"),
+    ):
+        data = write_table(tmp_path / name, content=pyarrow.table({"x": rows}))
+        with pytest.raises(ConfigurationError, match=message):
+            convert(data, tmp_path / "out", to="tfrecord")

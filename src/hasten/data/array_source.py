@@ -17,6 +17,7 @@ from hasten.data.io.paths import file_signature, is_remote, plain
 from hasten.data.source import BadRowPolicy, Source, WrappedSource, column_leaves, map_columns
 from hasten.utils.batch import copy_to_device
 
+ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # first bytes of files that ``numpy.load`` returns as several arrays
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -139,11 +140,15 @@ def from_numpy_array(array: numpy.ndarray) -> torch.Tensor:
 def open_array(path: Path) -> numpy.ndarray:
     """Returns a ``.npy`` file, memory-mapped; ConfigurationError if it cannot be read or does not hold numbers."""
     try:
-        return numpy.load(path, mmap_mode="r", allow_pickle=False)
+        with open(path, "rb") as file:
+            is_zip = file.read(len(ZIP_MAGICS[0])) in ZIP_MAGICS
+        if not is_zip:
+            return numpy.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror or format_error(error)}") from None
-    except ValueError as error:
+    except Exception as error:  # NumPy parses the header as Python, so a damaged one raises nearly any type
         raise ConfigurationError(f"{path} is not an array of numbers: {format_error(error)}") from None
+    raise ConfigurationError(f"{path} is a zip archive, not one array; unpack the .npy files in it")
 
 
 def _digest(column: torch.Tensor) -> str:

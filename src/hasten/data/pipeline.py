@@ -27,7 +27,7 @@ from hasten.core.progress import ProgressCallback
 from hasten.data.array_source import SIGNED, Arrays, DeviceArrays
 from hasten.data.batch_builder import BatchBuilder, Map, is_builtin, wants_rng
 from hasten.data.sampler import DeterministicBatchSampler
-from hasten.data.source import BadRowPolicy, Source, column_leaves
+from hasten.data.source import BadRowPolicy, Source, WrappedSource, column_leaves
 from hasten.data.transforms import runs_on_device
 from hasten.data.validation import at_least, check_int, check_positive
 from hasten.data.workers import runners
@@ -138,7 +138,8 @@ class Pipeline:
 
         Raises:
             ConfigurationError: A map before it takes ``rng``, or its code cannot be hashed. At the first iteration:
-                samples differ in shape or exceed the limit.
+                samples differ in shape or exceed the limit; or, on disk, they are named tuples, whose class a file
+                cannot restore, or dicts with other keys than strings and numbers.
             RunError: At the first iteration: the disk is full or not writable. No partial cache remains.
         """
         from hasten.data.cache.cache import cached
@@ -277,6 +278,16 @@ class Pipeline:
         at_least("set_epoch(epoch)", epoch, 0)
         if self.position.begun or self.position.epoch != epoch:
             self._seek(epoch, 0)
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes by index, before any map: those of directories of images or of a text target. None
+        or empty if there are none. The first access may read the target of a table from all files.
+        """
+        source: Any = self.source
+        while isinstance(source, WrappedSource) and getattr(source, "classes", None) is None:
+            source = source.source  # a cache, or the maps before it
+        return getattr(source, "classes", None)
 
     # ---- further attributes of a DataLoader, which trainers read
 

@@ -172,7 +172,8 @@ def unbatch(columns: Any) -> list:
     if isinstance(columns, Mapping):
         return [dict(zip(columns, values, strict=True)) for values in zip(*map(unbatch, columns.values()), strict=True)]
     if isinstance(columns, tuple):
-        return list(zip(*map(unbatch, columns), strict=True))
+        rows, kind = zip(*map(unbatch, columns), strict=True), type(columns)
+        return [kind(*row) for row in rows] if hasattr(columns, "_fields") else list(rows)
     return list(columns)
 
 

@@ -15,6 +15,7 @@ from time import perf_counter
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.progress import ProgressCallback, no_progress
+from hasten.data.io.paths import plain
 from hasten.data.source import BadRow, BadRowPolicy
 from hasten.datatools.format_detection import (
     MANIFEST,
@@ -31,7 +32,7 @@ from hasten.datatools.writers import PART, WRITERS, ReportRows, ShardPlan, Write
 from hasten.engine.error_messages import translate_disk_errors, writable
 from hasten.engine.run_dir import atomic_write
 
-FORMAT = 2  # version of the output: increase it with every change that changes the files
+FORMAT = 3  # version of the output: increase it with every change that changes the files
 PART_BYTES = 256_000_000  # of the original in one part, by default
 RESUME_ADVICE = "complete parts stay there; free some space, and start the same command again to resume"
 MANIFEST_TYPES = {"settings": dict, "parts done": list, "skipped_rows": list}
@@ -67,7 +68,8 @@ def convert(
         target: With "rows", the column of a table that is stored separately from the others, which become one float32
             matrix if they are numeric. Strings become class indices.
         fill: Replaces missing numbers, which "tfrecord" and "rows" cannot express.
-        resize: Images become squares of this side in pixels, stored as JPEG (quality 90) in "webdataset".
+        resize: Images become squares of this side in pixels, stored as JPEG (quality 90) in "webdataset"; two images of
+            a sample whose names differ only in ``.jpg`` and ``.png`` are refused.
         shards: Number of files to write; None means one for every 256 MB of the original. The matrices of "rows" are
             never split.
         max_bad_rows: Skip up to this many unreadable rows and list them in ``skipped.jsonl``; None fails at the first.
@@ -89,15 +91,17 @@ def convert(
     start = perf_counter()
     (kind, files), *others = formats_at(path)
     _check_request(kind, to, target, fill, {"resize": resize, "shards": shards, "max_bad_rows": max_bad_rows})
-    if Path(path).is_dir() and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(path)):
+    directory, is_directory = Path(plain(out)), Path(plain(path)).is_dir()
+    if is_directory and Path(os.path.realpath(directory)).is_relative_to(os.path.realpath(plain(path))):
         problem = "where it would be read as a part of the original"
         raise ConfigurationError(f"{out} is inside {path}, {problem}; choose another --out")
     files, skipped_files = select_openable(kind, files, max_bad_rows or 0)
-    where = str(path) if kind.name == "images" else files
+    where = plain(path) if kind.name == "images" and is_directory else files
     faults = BadRowPolicy((max_bad_rows or 0) - len(skipped_files))
-    reader = RowReader(kind, where, files, target, fill, resize, faults=faults)
+    reader = RowReader(kind, where, files, target, fill, resize, faults=faults, every_member=True)
     size = sum(size for _, size, _ in reader.signatures())
-    plan = ShardPlan(reader, Path(out), _num_parts(reader, shards, size))
+    plan = ShardPlan(reader, directory, _num_parts(reader, shards, size))
+    reader.check_members(to)
     settings = {"format": FORMAT, "to": to, "parts": plan.parts, "max_bad_rows": max_bad_rows, **_settings(reader)}
     with _lock_output(plan.directory, settings) as manifest:
         plan.done, manifest["skipped files"] = manifest["parts done"], skipped_files
@@ -108,7 +112,7 @@ def convert(
         raise RunError(f"{missing[0]} was removed after it was written; remove {plan.directory} and start again")
     return {
         "path": str(path),
-        "out": str(out),
+        "out": str(directory),
         "from": kind.name,
         "to": to,
         "resize": resize,

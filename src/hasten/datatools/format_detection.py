@@ -17,7 +17,7 @@ from hasten.data.formats.tables import csv, feather, parquet
 from hasten.data.formats.tfrecord import SUFFIXES as TFRECORD_SUFFIXES
 from hasten.data.formats.tfrecord import tfrecord
 from hasten.data.formats.token_files import tokens
-from hasten.data.formats.webdataset import webdataset
+from hasten.data.formats.webdataset import Shards
 from hasten.data.io.paths import FileMissingError, resolve_paths
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
@@ -115,13 +115,14 @@ def open_pipeline(
     target: str | None = None,
     fill: float | None = None,
     resize: int | tuple[int, int] | None = None,
+    every_member: bool = False,
 ) -> Pipeline:
     """Opens the pipeline that reads files of a format. Of Parquet and Feather, only the chunk (row group, record batch)
     that was read last stays in memory.
 
     ``where`` is a directory, a file, a pattern or a list of files; ``target`` and ``fill`` are those of ``parquet``,
-    for a table; ``resize`` is that of ``images``. ConfigurationError if the files cannot be opened, or have no columns
-    for a target.
+    for a table; ``resize`` is that of ``images``; ``every_member`` reads all members of tar shards, not only those that
+    the first sample has. ConfigurationError if the files cannot be opened, or have no columns for a target.
     """
     if target is not None and not kind.is_table:
         raise ConfigurationError(f"a target is a column of a table; {kind.title} have no columns")
@@ -130,7 +131,7 @@ def open_pipeline(
         "feather": lambda: feather(where, target=target, fill=fill, gigabytes=0),
         "csv": lambda: csv(where, target=target, fill=fill),
         "tfrecord": lambda: tfrecord(where),
-        "webdataset": lambda: webdataset(where, resize=resize),
+        "webdataset": lambda: Pipeline(Shards(where, resize=resize, every_member=every_member)),
         "images": lambda: _open_images(where, resize),
         "rows": lambda: _open_arrays(where),
         "tokens": lambda: tokens(where, WINDOW),
@@ -178,14 +179,21 @@ def _open_error(kind: StorageFormat, files: list[str]) -> str | None:
 
 
 def _open_arrays(where: Any) -> Pipeline:
-    """Opens ``.npy`` files as a pipeline: (inputs, target) as ``convert`` stored them, else a dict by file name."""
+    """Opens ``.npy`` files as a pipeline: (inputs, target) as ``convert`` stored them, else a dict by file name.
+    ConfigurationError if two files have the same name.
+    """
     files = resolve_paths(where, FORMATS["rows"].suffixes)
+    by_stem: dict[str, str] = {}
+    for file in files:
+        if (other := by_stem.setdefault(Path(file).stem, file)) != file:
+            problem = f"{other} and {file} would both be the column {Path(file).stem!r}"
+            raise ConfigurationError(f"{problem}; pass one directory at a time, or rename one of them")
     manifest, by_name = load_manifest(os.path.dirname(files[0])), {os.path.basename(file): file for file in files}
     with suppress(LookupError, TypeError, AttributeError):
         columns = {name: by_name[file] for name, file in manifest["columns"].items()}
         if len(columns) == len(files):
             return arrays(*columns.values()) if manifest["is_tuple"] else arrays(columns)
-    return arrays(files[0]) if len(files) == 1 else arrays({Path(file).stem: file for file in files})
+    return arrays(files[0]) if len(files) == 1 else arrays(dict(by_stem))
 
 
 def load_manifest(directory: str) -> dict:

@@ -19,7 +19,7 @@ from hasten.core.errors import ConfigurationError, format_error
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.formats.table_files import MEMORY_FRACTION
 from hasten.data.formats.webdataset import IMAGE_TYPES
-from hasten.data.io.paths import file_signature, is_remote, open_file
+from hasten.data.io.paths import file_signature, is_remote, open_file, plain
 from hasten.data.source import BadRow, BadRowPolicy
 from hasten.data.validation import at_least
 from hasten.datatools.advice import better_storages, limit_by_disk, side_of, temporary_directory
@@ -89,7 +89,7 @@ def inspect(
     with temporary_directory() as directory:
         sample, sample_bytes = _sample_files(kind, files, directory)
         fraction = 1.0 if sample_bytes is None else sample_bytes / size
-        where = str(path) if kind.name == "images" else sample
+        where = plain(path) if kind.name == "images" and Path(plain(path)).is_dir() else sample
         fill = 0 if kind.is_table else None  # which numbers are missing does not change the speed
         reader = _with_common_size(RowReader(kind, where, sample, target, fill, faults=faults))
         try:

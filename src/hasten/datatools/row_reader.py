@@ -5,6 +5,7 @@
 """
 
 import io
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -18,7 +19,7 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.webdataset import IMAGE_TYPES
-from hasten.data.io.paths import file_signature
+from hasten.data.io.paths import content_version, file_signature
 from hasten.data.io.range_reader import read_ranges
 from hasten.data.source import BadRow, BadRowPolicy, Source, length_of
 from hasten.datatools.format_detection import StorageFormat, flatten_columns, open_pipeline
@@ -43,10 +44,12 @@ class RowReader:
     max_rows: int | None = None  # read only this many rows from the beginning; None for all
     # how many unreadable rows may be skipped, and which were
     faults: BadRowPolicy = field(default_factory=BadRowPolicy, compare=False)
+    every_member: bool = False  # read all members of tar shards, not only those that the first sample has
 
     def fingerprint(self) -> dict:
-        """What identifies the rows: signatures of the files, and the options; JSON-serializable."""
-        return {"files": self.signatures(), "target": self.target, "fill": self.fill, "resize": self.resize}
+        """What identifies the rows: versions of the files, and the options; JSON-serializable."""
+        files = [[signature[0], *content_version(signature)] for signature in self.signatures()]
+        return {"files": files, "target": self.target, "fill": self.fill, "resize": self.resize}
 
     def signatures(self) -> list[list]:
         """[path, size, version] of each file; [path, 0, reason] for a missing file that may be skipped."""
@@ -56,7 +59,9 @@ class RowReader:
         """Returns a new source, which has read nothing yet. ConfigurationError if a file cannot be opened or is
         damaged; ``select_openable`` has removed those that may be skipped.
         """
-        source = open_pipeline(self.kind, self.where, target=self.target, fill=self.fill, resize=self.resize).source
+        of_table: dict[str, Any] = {"target": self.target, "fill": self.fill}
+        options: dict[str, Any] = {"resize": self.resize, "every_member": self.every_member}
+        source = open_pipeline(self.kind, self.where, **of_table, **options).source
         for reason in getattr(source, "lost", {}).values():
             raise ConfigurationError(reason)
         return source
@@ -112,6 +117,15 @@ class RowReader:
             raise bad_row
         self.faults.record(bad_row)
 
+    def check_members(self, to: str) -> None:
+        """ConfigurationError if samples of tar shards would lose a member in format ``to``: in "webdataset" if two
+        images become one, in "rows" if a sample that may not be skipped lacks a column.
+        """
+        if self.kind.name == to == "webdataset":
+            _check_distinct_images(self.source.columns)
+        elif self.kind.name == "webdataset" and not self.faults.max_rows:
+            _check_every_column(self.source)
+
     def _named(self, columns: Any) -> dict[str, Any]:
         flat = flatten_columns(columns, self.kind, self.target)
         if self.kind.name in ("images", "webdataset"):
@@ -154,10 +168,16 @@ class RowReader:
 
     @cached_property
     def _sample_chunk(self) -> int:
-        """Number of samples read at a time; larger if images are copied as files instead of being decoded."""
-        if self.resize is not None:
+        """Number of samples read at a time; larger if images are copied as files instead of being decoded. Samples of
+        tar shards are not probed for it, because some may lack a member that others have.
+        """
+        size = size_of(self.resize)
+        if size is not None and self.kind.name == "images":
             return self.chunk
-        return max(1, CHUNK * len(self.source) // max(1, sum(size for _, size, _ in self.signatures())))
+        sample = sum(size for _, size, _ in self.signatures()) / len(self.source)  # bytes
+        if size is not None:
+            sample += 3 * math.prod(size) * len(_image_columns(self.source.columns))
+        return max(1, int(CHUNK / max(1, sample)))
 
     def _read_images(self, rows: numpy.ndarray) -> Iterator[tuple[str, str, dict[str, bytes]] | None]:
         """Yields (key, location, {file ending: bytes}) of each row; None for a row that is skipped as bad."""
@@ -202,6 +222,34 @@ class RowReader:
                     return None
             encoded[ending] = content
         return key, encoded
+
+
+def _image_columns(columns: list[str]) -> list[str]:
+    return [name for name in columns if name.rpartition(".")[2] in IMAGE_TYPES]
+
+
+def _check_distinct_images(columns: list[str]) -> None:
+    """Raises ConfigurationError if several image columns of tar shards would have one name as resized JPEG files."""
+    names: dict[str, str] = {}
+    for column in _image_columns(columns):
+        stem = column.rpartition(".")[0]
+        if (other := names.setdefault(stem, column)) != column:
+            ending = f"{stem}.jpg".lstrip(".")
+            problem = f"samples hold images .{other} and .{column}, which with --resize both become .{ending}"
+            raise ConfigurationError(f"{problem}; give one of them another name, such as mask.png, or use --to rows")
+
+
+def _check_every_column(source: Any) -> None:
+    """Raises ConfigurationError if a sample of tar shards lacks a file that is a column of others."""
+    lacking = {name: spans[:, 0] < 0 for name, spans in source.positions.items()}
+    if not (bad := numpy.any([*lacking.values()], axis=0)).any():
+        return
+    name = next(name for name, rows in lacking.items() if rows.any())
+    first = source.keys[lacking[name].argmax()]
+    problem = f"{lacking[name].sum()} of {len(source)} samples, the first is {first}, have no file .{name}"
+    rule = f"the matrix of column {name!r} requires one of each"
+    advice = f"remove these samples or all .{name} files, or skip the samples: --max-bad-rows {bad.sum()}"
+    raise ConfigurationError(f"{problem}, and {rule}; {advice}")
 
 
 def _check_decodable(row: int, where: str, content: bytes) -> None:

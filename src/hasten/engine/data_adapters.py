@@ -7,6 +7,7 @@ DataLoader is iterated as a hand-written loop would. A pipeline of hasten.data, 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
@@ -42,6 +43,8 @@ def load_data(task: Task) -> Task:
 
 def _check_classes(train: Any, validation: Any) -> None:
     """ConfigurationError if both number their classes by name, as images in directories do, and not alike."""
+    if validation is None:
+        return
     numbers = [_class_numbers(data) for data in (train, validation)]
     shared = numbers[0].keys() & numbers[1].keys()
     different = sorted(name for name in shared if numbers[0][name] != numbers[1][name])
@@ -50,18 +53,27 @@ def _check_classes(train: Any, validation: Any) -> None:
     one = different[0]
     what = f"{one} is {numbers[0][one]} and {numbers[1][one]}"
     problem = "train_data and validation_data number their classes differently"
-    raise ConfigurationError(f"{problem}: {what}; give both the same directories of classes")
+    raise ConfigurationError(f"{problem}: {what}; give both the same directories of classes, or the same classes=")
 
 
 def _class_numbers(data: Any) -> dict[str, int]:
     """Class -> number of data that know the names of their classes; empty for others."""
-    owner: Any = cast(Any, data).dataset if isinstance(data, DataLoader) else getattr(data, "source", data)
-    names: Any = getattr(owner, "__dict__", {}).get("classes")
+    names = _class_names(data)
     if not isinstance(names, (list, tuple)):
         return {}
     listed: list[Any] = list(names)  # pyright: ignore[reportUnknownArgumentType]
     of_classes = all(isinstance(name, str) for name in listed) and len({*map(str, listed)}) == len(listed)
     return {name: number for number, name in enumerate(listed)} if of_classes else {}  # else labels of samples
+
+
+def _class_names(data: Any) -> Any:
+    """What data hold as ``classes``, which may be anything but names; None if they hold nothing, or cannot be read."""
+    if is_prebatched(data) and not isinstance(data, DataLoader):
+        with suppress(Exception):  # of reading a table: training reads it, too, and raises that or counts bad rows
+            return data.classes
+        return None
+    owner: Any = cast(Any, data).dataset if isinstance(data, DataLoader) else data
+    return getattr(owner, "__dict__", {}).get("classes")  # a property of the user's might compute anything
 
 
 def initial_plan(task: Task) -> TrainPlan:

@@ -21,9 +21,10 @@ from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.progress import ProgressCallback
 from hasten.data.array_source import gathered, signed
 from hasten.data.batch_builder import CollateError, Map, collate_nested, is_builtin, lists_of, passthrough_paths
-from hasten.data.cache.cache_disk import CacheDirectory, free_disk
+from hasten.data.cache.cache_disk import CacheDirectory, free_disk, nesting_of
 from hasten.data.cache.fingerprints import fingerprint
 from hasten.data.io.metadata_cache import default_directory
+from hasten.data.io.paths import plain
 from hasten.data.progress import rate_reporter
 from hasten.data.source import (
     BadRow,
@@ -68,7 +69,8 @@ def cached(
     mapped_source = Mapped(source, maps) if maps else source
     if where == "memory":
         return MemoryCache(mapped_source, gigabytes, on_progress)
-    return DiskCache(mapped_source, gigabytes, on_progress, Path(directory) if directory else default_directory())
+    place = Path(plain(directory)) if directory else default_directory()
+    return DiskCache(mapped_source, gigabytes, on_progress, place)
 
 
 class Mapped(WrappedSource):
@@ -218,6 +220,7 @@ class DiskCache(Cache):
         def write_all(write: Callable) -> tuple[list[int], dict]:
             bad, what = {}, f"in {self.directory}"
             first, lists = self.read_first_within(free_disk(self.directory), what, faults)
+            nesting_of(first)  # refuses what cannot be stored before all rows are read
             for _, columns in self.chunks(first, identity, runner, faults, bad, f"filling the cache {what}"):
                 write(columns)
             return lists, bad

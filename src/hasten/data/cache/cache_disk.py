@@ -20,7 +20,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -30,13 +30,14 @@ import numpy
 import torch
 
 from hasten import __version__
-from hasten.core.errors import HastenWarning, RunError
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.data.array_source import from_numpy_array
-from hasten.data.source import column_leaves, length_of, map_columns
+from hasten.data.source import column_leaves, length_of
 from hasten.engine.error_messages import translate_disk_errors
 
-FORMAT = 3  # to be increased with every change of what is written or of how sources read
+FORMAT = 4  # to be increased with every change of what is written or of how sources read
 DAMAGE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError)  # of reading a damaged or missing cache
+JSON_KEYS = (str, int, float, bool, type(None))  # types that JSON restores
 LOCK_POLL_INTERVAL_S = 0.1
 
 
@@ -129,13 +130,12 @@ class _ColumnWriter:
         self.rows += length_of(columns)
 
     def finish(self, info: dict) -> None:
-        indices = count()
         leaves: list[Any] = column_leaves(self.first)
         shapes = [[str(leaf.dtype).removeprefix("torch."), [self.rows, *leaf.shape[1:]]] for leaf in leaves]
-        info |= {"columns": shapes, "nesting": map_columns(lambda column: next(indices), self.first)}
+        info |= {"columns": shapes, "nesting": nesting_of(self.first)}
         with _disk_errors(self.directory.parent):
             description = self._new("cache.json")
-            description.write(json.dumps(info).encode())  # tuples become JSON arrays
+            description.write(json.dumps(info).encode())
             for file in (*self.files, description):
                 file.flush()
                 os.fsync(file.fileno())
@@ -198,10 +198,29 @@ def _try_lock(lock: Path) -> BinaryIO | None:
         return None
 
 
+def nesting_of(columns: Any, indices: Iterator[int] | None = None) -> Any:
+    """Returns the nesting of columns as JSON: ``{"keys": ..., "parts": ...}`` for a dict, whose keys need not be
+    strings, an array for a tuple, and a number for a column, its index. ConfigurationError for what a file cannot
+    restore without executing code: named tuples, and keys of other types.
+    """
+    indices = count() if indices is None else indices
+    if isinstance(columns, Mapping):
+        if odd := [key for key in columns if type(key) not in JSON_KEYS]:
+            problem = f"a cache on disk cannot store samples with the key {odd[0]!r:.80}"
+            raise ConfigurationError(f"{problem}; use strings as keys, or .cache('memory')")
+        return {"keys": list(columns), "parts": [nesting_of(part, indices) for part in columns.values()]}
+    if isinstance(columns, tuple):
+        if hasattr(columns, "_fields"):
+            problem = f"a cache on disk cannot store named tuples such as {type(columns).__name__}"
+            raise ConfigurationError(f"{problem}; return tuples or dicts before it, or use .cache('memory')")
+        return [nesting_of(part, indices) for part in columns]
+    return next(indices)
+
+
 def _nest(nesting: Any, columns: list) -> Any:
-    """Nests columns as the JSON ``nesting`` describes: a number is a column's index, an array becomes a tuple."""
+    """Nests columns as the JSON of ``nesting_of`` describes."""
     if isinstance(nesting, dict):
-        return {name: _nest(part, columns) for name, part in nesting.items()}
+        return dict(zip(nesting["keys"], (_nest(part, columns) for part in nesting["parts"]), strict=True))
     if isinstance(nesting, list):
         return tuple(_nest(part, columns) for part in nesting)
     return columns[nesting]

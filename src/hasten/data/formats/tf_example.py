@@ -61,13 +61,17 @@ class Feature:
 
 def encode_example(features: Mapping) -> bytes:
     """Encodes one message; equal features give equal bytes. A value is a byte string, text or number, a list of them,
-    an array or a tensor; ConfigurationError for another type, and for a number that does not fit into an int64.
+    an array or a tensor; ConfigurationError for another type, and for a number that does not fit into an int64. A list
+    without values has no kind, and is read as no values of the kind that the feature has in other messages.
     """
     example = example_class()()
     for name, value in features.items():
         kind, values = _as_list(name, value)
-        message = getattr(example.features.feature[name], f"{kind}_list")
-        message.SetInParent()  # an empty list has a kind, too
+        feature = example.features.feature[name]  # adds it to the message
+        if kind is None:
+            continue
+        message = getattr(feature, f"{kind}_list")
+        message.SetInParent()  # an empty array has a kind, too
         try:
             message.value.extend(values)
         except ValueError as error:
@@ -145,14 +149,25 @@ def _parse(message: bytes) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _as_list(name: str, value: Any) -> tuple[str, list]:
-    """("bytes", "float" or "int64"; flat list of the values) of a feature; ConfigurationError for another type."""
+def _as_list(name: str, value: Any) -> tuple[str | None, list]:
+    """("bytes", "float" or "int64", None for a list without values; flat list of the values) of a feature;
+    ConfigurationError for another type.
+    """
     if isinstance(value, torch.Tensor):
         value = value.numpy()
-    texts = value if isinstance(value, (list, tuple)) else [value]
+    is_list = isinstance(value, (list, tuple))
+    texts = value if is_list else [value]
     if texts and isinstance(texts[0], (bytes, str)):
+        if others := [type(text).__name__ for text in texts if not isinstance(text, (bytes, str))]:
+            raise ConfigurationError(f"feature {name!r} holds a {others[0]} among strings; replace it by a string")
         return "bytes", [text.encode() if isinstance(text, str) else text for text in texts]
-    numbers = numpy.asarray(value)
+    try:
+        numbers = numpy.asarray(value)
+    except ValueError:
+        advice = "an Example holds flat lists; flatten it, or leave it out"
+        raise ConfigurationError(f"feature {name!r} holds lists of unequal lengths; {advice}") from None
+    if is_list and not numbers.size:
+        return None, []  # NumPy would call it floats, and strings in other messages would contradict that
     if numbers.dtype.kind not in "fiub":
         advice = "an Example holds byte strings, floats and integers"
         raise ConfigurationError(f"feature {name!r} is a {type(value).__name__}; {advice}")

@@ -18,7 +18,7 @@ import torch
 from hasten.core.errors import ConfigurationError
 from hasten.data.array_source import from_numpy_array, gathered, open_array
 from hasten.data.buffer_pool import acquire
-from hasten.data.io.paths import file_signature, is_remote, resolve_paths
+from hasten.data.io.paths import file_signature, is_remote, open_file, resolve_paths
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import BadRowPolicy, Source
 from hasten.data.validation import at_least
@@ -145,7 +145,7 @@ def _open_bare(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
     size = os.path.getsize(file)
     if size == 0:
         return numpy.empty(0, DEFAULT_DTYPE if dtype is None else dtype)
-    with open(file, "rb") as opened:
+    with open_file(file) as opened:
         begin = opened.read(8)
     first, offset = int.from_bytes(begin[:4], "little"), 0
     if first in HEADER_DTYPES and size >= HEADER_BYTES:

@@ -67,10 +67,20 @@ def webdataset(
 
 
 class Shards(IndexedFiles, Source):
-    """Samples in tar files of the WebDataset layout (shards)."""
+    """Samples in tar files of the WebDataset layout (shards).
+
+    The arguments are those of ``webdataset``; ``every_member`` adds columns for the extensions that the first sample
+    lacks, also for an image that would replace another one if no sample had both.
+    """
 
     def __init__(
-        self, paths: Any, columns: Any = None, target: str | None = None, resize: Any = None, pixels: int = PIXELS
+        self,
+        paths: Any,
+        columns: Any = None,
+        target: str | None = None,
+        resize: Any = None,
+        pixels: int = PIXELS,
+        every_member: bool = False,
     ) -> None:
         self.size, self.pixels = size_of(resize, pixels), pixels
         columns = None if columns is None else check_names("columns=", columns)
@@ -83,8 +93,11 @@ class Shards(IndexedFiles, Source):
         self.keys = [*chain.from_iterable(keys)]  # the common part of the names of each sample's files
         samples = [index for _, index, _ in indices]
         self.columns, self.target = _select_columns(samples, columns, target), target
+        for extension in sorted(_extensions(samples)) if every_member else ():
+            if _column_of(extension, self.columns) is None:
+                self.columns.append(extension)
         # extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing
-        self.positions = self._find_positions(samples)
+        self.positions = self._find_positions(samples, every_member)
         # of the arrays of a column; None: they differ
         self.shapes: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
         for name in (name for name in self.columns if _type(name) == "npy"):
@@ -100,12 +113,12 @@ class Shards(IndexedFiles, Source):
         columns = {name: self._column(name, rows) for name in self.columns}
         return split_target(columns, self.target)
 
-    def _find_positions(self, samples: list[CacheEntry]) -> dict[str, numpy.ndarray]:
+    def _find_positions(self, samples: list[CacheEntry], every_member: bool) -> dict[str, numpy.ndarray]:
         """Merges the shards' indexes into ``positions``. For a missing image column another image file is used, unless
-        some sample has both extensions, because then they mean different things.
+        some sample has both extensions, because then they mean different things: ``every_member`` makes the other a
+        column, too.
         """
-        extensions = {extension for info, _ in samples for extension in info["endings"]}
-        column_of = {extension: _column_of(extension, self.columns) for extension in extensions}
+        column_of = {extension: _column_of(extension, self.columns) for extension in _extensions(samples)}
         wanted = [extension for extension, name in column_of.items() if name is not None]
         positions = {extension: numpy.full((len(self), 2), -1, numpy.int64) for extension in wanted}
         for first, (info, (files,)) in zip(self.offsets[:-1].tolist(), samples, strict=True):
@@ -117,6 +130,9 @@ class Shards(IndexedFiles, Source):
             column, other = positions[str(column_of[extension])], positions.pop(extension)
             if not ((column >= 0) & (other >= 0)).any():
                 column[:] = numpy.maximum(column, other)
+            elif every_member:
+                self.columns.append(extension)
+                positions[extension] = other
         return positions
 
     def _column(self, name: str, rows: numpy.ndarray) -> Any:
@@ -213,7 +229,7 @@ def _members_with_keys(content: memoryview, path: str, tell: ReportBytes) -> Ite
 
 
 def _select_columns(samples: list[CacheEntry], columns: Sequence[str] | None, target: str | None) -> list[str]:
-    known = {extension for info, _ in samples for extension in info["endings"]}
+    known = _extensions(samples)
     info, (files,) = next(index for index in samples if index[0]["keys"])
     of_first = [info["endings"][extension] for _, extension, *_ in files[files[:, 0] == 0].tolist()]
     names = [_extension(name) for name in (of_first if columns is None else columns)]
@@ -225,6 +241,11 @@ def _select_columns(samples: list[CacheEntry], columns: Sequence[str] | None, ta
         why = f"there is no column to read besides the target {target!r}" if target else "columns= is empty"
         raise ConfigurationError(f"{why}; an input column is needed")
     return names if target is None else [*names, target]
+
+
+def _extensions(samples: list[CacheEntry]) -> set[str]:
+    """Returns all extensions in the indexes of some shards."""
+    return {extension for info, _ in samples for extension in info["endings"]}
 
 
 # ---- content of files

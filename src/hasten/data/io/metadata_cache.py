@@ -27,7 +27,7 @@ def default_directory() -> Path:
     if the user has no home directory.
     """
     if os.environ.get("HASTEN_CACHE"):
-        return Path(os.environ["HASTEN_CACHE"])
+        return Path(os.path.expanduser(os.environ["HASTEN_CACHE"]))
     return user_cache_path("hasten", appauthor=False).expanduser()
 
 

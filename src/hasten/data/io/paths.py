@@ -92,15 +92,17 @@ def file_signature(path: str) -> list:
 def check_unchanged(path: str, signature: list) -> None:
     """Raises RunError if the size or the version of a file is no longer that in ``signature``, or it is unreadable."""
     try:
-        is_same = _content_version(file_signature(path)) == _content_version(signature)
+        is_same = content_version(file_signature(path)) == content_version(signature)
     except ConfigurationError as error:
         raise RunError(f"{path} became unreadable while it was being read: {error}") from None
     if not is_same:
         raise RunError(f"{path} changed while it was being read; start again when no process writes to it")
 
 
-def _content_version(signature: list) -> tuple:
-    """(size, version) without a local file's change time, which also changes when a backup links to the file."""
+def content_version(signature: list) -> tuple:
+    """Returns (size, version) of a ``file_signature`` without a local file's change time, which also changes when a
+    backup links to the file or its permissions change.
+    """
     _, size, version = signature
     return size, version[0] if isinstance(version, list) else version
 
