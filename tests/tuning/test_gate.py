@@ -139,11 +139,19 @@ def run_of(*metrics: float | None) -> dict:
 
 def test_final_metric_of_flat_curves_is_the_mean_of_the_last_evaluations():
     flat = {seed: run_of(0.5, 0.9, 0.9 + noise, 0.9 - noise) for seed, noise in ((0, 0.003), (1, -0.003))}
-    assert final_metrics([flat, flat], MARGIN)[0] == pytest.approx({0: 0.9, 1: 0.9})
+    assert final_metrics(flat, flat, MARGIN, True)[0] == pytest.approx({0: 0.9, 1: 0.9})
 
 
 @pytest.mark.parametrize("end", [(0.7, 0.8, 0.9), (0.9, 0.9), (None, 0.9, 0.9)])
 def test_final_metric_of_both_arms_is_the_last_one_unless_both_are_flat(end):
     flat, other = {0: run_of(0.9, 0.9, 0.901)}, {0: run_of(*end)}
-    assert final_metrics([flat, other], MARGIN) == [{0: 0.901}, {0: 0.9}]
-    assert final_metrics([other, flat], MARGIN) == [{0: 0.9}, {0: 0.901}]
+    assert final_metrics(flat, other, MARGIN, True) == [{0: 0.901}, {0: 0.9}]
+    assert final_metrics(other, flat, MARGIN, True) == [{0: 0.9}, {0: 0.901}]
+
+
+@pytest.mark.parametrize(("sign", "higher_is_better"), [(1, True), (-1, False)])
+def test_original_that_gets_worse_at_its_end_is_measured_by_the_mean(sign, higher_is_better):
+    """Which favors it: one bad last evaluation must not make a recipe look as good."""
+    worse, flat = {0: run_of(sign * 0.9, sign * 0.9, sign * 0.87)}, {0: run_of(sign * 0.9, sign * 0.9, sign * 0.9)}
+    assert final_metrics(worse, flat, MARGIN, higher_is_better)[0][0] == pytest.approx(sign * 0.89)
+    assert final_metrics(flat, worse, MARGIN, higher_is_better) == [{0: sign * 0.9}, {0: sign * 0.87}]

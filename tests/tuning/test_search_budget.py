@@ -359,11 +359,11 @@ def test_find_systems_leaves_no_time_for_lower_precision_that_the_level_excludes
 
     def search(study, _, items, *__):
         left.append(study.budget.left())
-        searched.append([item.name for item in items])
+        searched.extend(item.name for item in items)
 
     monkeypatch.setattr(systems_stage, "search_systems", search)
     systems_stage.find_systems(study, state, False)  # type: ignore[arg-type]
-    assert searched == [["fused_optimizer"], ["bfloat16"]][:stages]
+    assert searched == ["fused_optimizer", "bfloat16"][:stages]
     reserved = 5.0 + systems_stage._confirmation_overhead(PLAN)
     share = 1.0 if level == EXACT else systems_stage.EXACT_SHARE
     assert left[0] == pytest.approx(share * (100.0 - reserved))

@@ -27,12 +27,12 @@ from hasten._torch_compat import has_views
 from hasten.core.errors import NoEffectError, RunError, format_error
 from hasten.core.types import Batch
 from hasten.loading.probe import is_deterministic, probe_samples, reread_samples, warn_of_changed_dataset
+from hasten.loading.read_all import empty_fields, holds, read_all, write_rows
 from hasten.utils.batch import batch_tensors, copy_to_device, map_tensors
 from hasten.utils.rng import preserve_rng_state
-from hasten.utils.tree import bitwise_equal, tree_leaves
+from hasten.utils.tree import tree_leaves
 
 NUM_BUFFERS = 3  # each is written again once nothing refers to its batches
-STACKED_SAMPLES = 256  # samples that are collated together while stacking
 FETCHED_BYTES = 2**18  # fetched at a time; fits into the L2 cache of a core
 # As an edit of a script, without brackets and braces, which stand for options there.
 STACKED_DATASET = '''class InMemory(torch.utils.data.Dataset):
@@ -136,7 +136,7 @@ class InMemoryBatches(Method):
     def _stack(self, spec: LoaderSpec, run: RunContext) -> Batch | None:
         """The fields of all samples, in the memory that ``place`` names; None where samples differ from the others."""
         try:
-            fields = stack_samples(spec)
+            fields = stack_samples(spec, run.services.available_cpus())
             return map_tensors(lambda field: field.to(run.device), fields) if self.place == "device" else fields
         except (RunError, RuntimeError, TypeError) as error:  # one sample differs from all others: read them one by one
             return run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}", None)
@@ -224,56 +224,12 @@ def is_current(fields: Batch, batches: BatchSource, run: RunContext) -> bool:
     assert batches.spec is not None, "only samples with a spec are stacked"
     total = len(batch_tensors(fields)[0])
     samples = reread_samples(batches, run, range(total))
-    if not samples:
-        return True
-    index = torch.tensor([*samples])
-    try:
-        reread = default_collate([*samples.values()])
-    except (RuntimeError, TypeError):  # they have other shapes, or hold something that is no tensor
-        return False
-    stacked = map_tensors(lambda field: field[index.to(field.device)], fields)
-    return total == len(batches.spec.dataset) and bitwise_equal(reread, stacked)
+    return not samples or (total == len(batches.spec.dataset) and holds(fields, samples))
 
 
-def stack_samples(spec: LoaderSpec) -> Batch:
-    """All samples of the dataset in order, collated: every field a tensor of shape (samples, ...).
-
-    Raises:
-        RunError: The dataset raised.
-        RuntimeError: Some samples differ from the others in shape, dtype or nesting.
-    """
-    if tensors := contiguous_tensors(spec.dataset):
-        return tensors
-    total = len(spec.dataset)
-    chunks = [list(range(first, min(first + STACKED_SAMPLES, total))) for first in range(0, total, STACKED_SAMPLES)]
-
-    def in_order(epoch: int) -> list[list[int]]:
-        return chunks
-
-    reading = replace(spec, batch_sampler=in_order, length=len(chunks), pin_memory=False, persistent_workers=False)
-    fields = None
-    for indices, chunk in zip(chunks, spec.build(reading).epoch(0, 0), strict=True):
-        if fields is None:
-            fields = empty_fields(chunk, total)
-        write_rows(fields, indices, chunk)
-    return fields
-
-
-def empty_fields(samples: Batch, total: int) -> Batch:
-    """Fields for ``total`` samples, of the shapes and dtypes of the collated ``samples``."""
-    return map_tensors(lambda part: part.new_empty((total, *part.shape[1:])), samples)
-
-
-def write_rows(fields: Batch, indices: list[int], samples: Batch) -> None:
-    """Writes the collated samples with these indices, in ascending order, into the fields; RuntimeError if one differs
-    from them in shape or dtype.
-    """
-    first, last = indices[0], indices[-1]
-    rows = slice(first, last + 1) if last - first + 1 == len(indices) else torch.tensor(indices)
-    for field, part in zip(batch_tensors(fields), batch_tensors(samples), strict=True):
-        if part.dtype != field.dtype or part.shape[1:] != field.shape[1:]:
-            raise RuntimeError(f"samples {first} to {last} are {part.dtype} of shape {tuple(part.shape[1:])}")
-        field[rows] = part
+def stack_samples(spec: LoaderSpec, cpus: int = 1) -> Batch:
+    """All samples of the dataset in order, as ``read_all`` returns them; those of a TensorDataset are not copied."""
+    return contiguous_tensors(spec.dataset) or read_all(spec, cpus)
 
 
 def group_batches(batch_indices: Iterable[list[int]], fields: Batch, nbytes: int) -> Iterator[list[list[int]]]:

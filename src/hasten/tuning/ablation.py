@@ -5,18 +5,23 @@ from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
-from hasten.benchmarking.measurement import NARROW
 from hasten.benchmarking.ratio import UNSURE
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import surest
 from hasten.tuning.study import EXACT, Study, changes_training, exactness_of
-from hasten.tuning.systems import LONGER, MIN_GAIN, PROMISING_GAIN, Incumbents, whole_run_ratio
+from hasten.tuning.systems import (
+    LONGER,
+    LONGER_COMPARISON,
+    PROMISING_GAIN,
+    Incumbents,
+    probably_faster,
+    whole_run_ratio,
+)
 from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import FEWER_SAMPLES, Baseline, seconds_of
 
-PROBABLE = 0.65  # of the half width of an interval of 95 %: the median is then above 1 with a certainty of 90 %
 MIN_SEEDS, LONGEST = 2, 3.0  # seeds that decide; a recipe without the member is stopped after so many times its seconds
 
 
@@ -47,14 +52,11 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
 def _is_unproven(share: dict[str, Any], is_exact: bool) -> bool:
     """Whether the speed-up ``share`` (median, low, high) of a method is too uncertain to justify it.
 
-    False without an interval, as after a single timed run. With ``is_exact`` a likely gain is enough: one of a narrow
-    interval, or one that the method has with a certainty of 90 % or more.
+    False without an interval, as after a single timed run. With ``is_exact`` a probable gain is enough.
     """
     if share["low"] is None or share["low"] > 1:
         return False
-    is_narrow = share["high"] / share["low"] <= NARROW
-    is_probable = math.log(share["median"]) >= PROBABLE * math.log(share["high"] / share["low"]) / 2
-    return not (is_exact and share["median"] >= MIN_GAIN and (is_narrow or is_probable))
+    return not (is_exact and probably_faster(share))
 
 
 def contributions(study: Study, recipe: Recipe, samples: float, baseline: Baseline | None = None) -> list[dict]:
@@ -87,7 +89,7 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
         samples = run.get("samples_to_target") or run.get("samples") or samples
     outcome = study.compare_speed(without, recipe)
     if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN:
-        outcome = study.compare_speed(without, recipe, seconds=LONGER * 12.0, salt="longer")
+        outcome = study.compare_speed(without, recipe, seconds=LONGER * 12.0, **LONGER_COMPARISON)
     if "failed" in outcome:
         return None
     if not counts.tuned:
@@ -141,6 +143,6 @@ def _ends_better(study: Study, recipe: Recipe, name: str, baseline: Baseline | N
         return False
     with suppress(OutOfBudgetError):
         arms = [[study.run(each, seed) for seed in baseline.seeds] for each in (recipe, recipe.drop(name))]
-        full, reduced = (fmean(run.get("metric") or math.nan for run in runs) for runs in arms)
+        full, reduced = (fmean(run.get("metric", math.nan) for run in runs) for runs in arms)
         return (full - reduced if baseline.higher_is_better else reduced - full) >= baseline.margin
     return True  # unknown

@@ -318,7 +318,7 @@ def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
     exact = _shows_exactness(check)
     known = dict(zip(baseline.run_seeds, baseline.runs, strict=True))
     original = attempt.baseline_runs | {seed: run for seed, run in known.items() if seed not in attempt.baseline_runs}
-    before, after = gate.final_metrics([original, attempt.tuned_runs], baseline.margin)
+    before, after = gate.final_metrics(original, attempt.tuned_runs, baseline.margin, baseline.higher_is_better)
     result = attempt.gate = gate.quality_gate(
         {seed: before[seed] for seed in attempt.baseline_runs},
         after,

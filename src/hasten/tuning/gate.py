@@ -59,19 +59,24 @@ def resolve_margin(metrics: Sequence[float], margin: float | None, resolution: f
     return (size, why) if size >= resolution else (resolution, "the last digit of the metric as it is printed")
 
 
-def final_metrics(arms: Sequence[Mapping[int, Mapping]], margin: float) -> list[dict[int, float]]:
-    """The final metric of each run by seed, of both arms alike.
+def final_metrics(
+    baseline: Mapping[int, Mapping], tuned: Mapping[int, Mapping], margin: float, higher_is_better: bool
+) -> list[dict[int, float]]:
+    """The final metric of each run by seed: [of the baseline, of the recipe].
 
-    Where the curves of both arms are flat at their end, it is the mean of the last evaluations, which varies less from
-    seed to seed than the last one; else it is the last one. Runs hold ``metric`` and ``evaluations``.
+    It is the mean of the last evaluations, which varies less from seed to seed than the last one; unless the original
+    still improves at its end, or the curve of the recipe is not flat there. Then it is the last one of both arms. Runs
+    hold ``metric`` and ``evaluations``.
     """
+    arms, sign = (baseline, tuned), 1 if higher_is_better else -1
     last = [{seed: run["metric"] for seed, run in arm.items()} for arm in arms]
     ends = [{seed: _mean_at_end(run) for seed, run in arm.items()} for arm in arms]
-    for arm, end in zip(last, ends, strict=True):
-        differences = [end[seed] - arm[seed] for seed in arm]
-        if not all(map(math.isfinite, differences)) or abs(fmean(differences or [0.0])) > FLAT * margin:
-            return last
-    return ends
+    of_baseline, of_tuned = (
+        sign * fmean([arm[seed] - end[seed] for seed in arm] or [0.0]) for arm, end in zip(last, ends, strict=True)
+    )
+    # what an original loses at its end speaks for it: the mean is the stricter measure then
+    is_flat = of_baseline <= FLAT * margin and abs(of_tuned) <= FLAT * margin  # false if one is not finite
+    return ends if is_flat else last
 
 
 def _mean_at_end(run: Mapping) -> float:

@@ -100,7 +100,7 @@ class _Trial:
         samples at this length for each doubling of this training's seconds; -inf without a finite metric.
         """
         run, whole, sign = self.outcome.runs[0], baseline.runs[0], 1 if baseline.higher_is_better else -1
-        if not math.isfinite(run.get("metric") or math.nan):
+        if run.get("metric") is None or not math.isfinite(run["metric"]):
             return -math.inf
         gain = _gain_per_doubling(whole["evaluations"], self.length * whole["samples"], sign)
         return sign * run["metric"] - gain * math.log2(max(run["seconds"], 1e-9))
@@ -186,11 +186,16 @@ def add_lengthened(recipes: list[Recipe], items: list[Candidate]) -> Recipe | No
 
 
 def _is_effective(study: Study, base: Recipe, space: Space, length: float) -> bool:
-    """Whether the methods, each option in the middle of its range, pass the exactness check; notes why if not."""
+    """Whether the methods, each option in the middle of its range, change the training; notes why if not.
+
+    Only methods that the user offers are checked before they train: of the others, whole trainings show it.
+    """
     recipe = space.add_to(base, dict.fromkeys(space.axes(), 0.5), length)
     if isinstance(recipe, str):
         study.note(", ".join(item.name for item in space.items), "training", "not tried", recipe)
         return False
+    if not any(item.offered for item in space.items):
+        return True
     check = study.check_exactness(base, recipe, loosest_exactness(recipe))
     if not check.get("passed"):
         study.note(str(recipe), "training", *check_verdict(check), seconds=check["trial_seconds"])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
+from hasten.benchmarking.measurement import NARROW
 from hasten.benchmarking.ratio import FASTER, SAME, SLOWER, UNSURE, Ratio
 from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
 from hasten.core.card import Card, Exactness
@@ -33,7 +34,9 @@ from hasten.utils.op_recorder import NOT_CHECKED
 AS_FAST = Ratio(1.0, 1.0, 1.0)
 MIN_GAIN = 1.02  # a smaller gain in the time of the training is none
 ROUNDS, MANY_ROUNDS = (3, 8), (3, 16)  # pairs of processes in a comparison that is reported, and in a longer one
+PROBABLE = 0.65  # of the half width of an interval of 95 %: the median is then above 1 with a certainty of 90 %
 PROMISING_GAIN, LONGER = 1.05, 3  # a comparison that is unsure with this median is repeated for so many times as long
+MIN_STARTS = 3  # as often as the arms start in its seconds, so that there are two rounds; else it shows nothing new
 LONGER_COMPARISON: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "salt": "longer"}
 MAX_LOSSES = 2  # presets in a row that lost, after which a method is given up: they grow bolder
 MAX_FALLBACKS = 3  # recipes to confirm, if the best ones fail
@@ -115,8 +118,9 @@ def search_systems(
 ) -> None:
     """Tries one method after the other, exact or of lower precision; pushes the fastest accepted preset of each.
 
-    A method is accepted if it is surely faster, earns back the time of its start over the ``samples`` that a run
-    trains, and passes its exactness check. ``seconds`` is the budget of each comparison.
+    A method is accepted if it is surely faster (an exact one, which costs no quality, if it probably is: the recipe is
+    confirmed as a whole), earns back the time of its start over the ``samples`` that a run trains, and passes its
+    exactness check. ``seconds`` is the budget of each comparison.
     """
     for item in candidates:
         base, best, losses = incumbents.best, None, 0
@@ -200,8 +204,9 @@ def _try_recipe(
             return note(*check_verdict(check))
     outcome = study.compare_speed(base, recipe, seconds=seconds, **how)
     spent += outcome["trial_seconds"]
-    is_unsure = outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN
-    if (is_unsure and not how) or is_disturbed(outcome):
+    is_open = outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN
+    is_open = is_open and LONGER * seconds > MIN_STARTS * sum(outcome["start_seconds"].values())
+    if (is_open and not how) or is_disturbed(outcome):
         ratio, again = outcome["ratio"], dict(LONGER_COMPARISON)
         if is_disturbed(outcome):  # a search that continues, perhaps on an idle machine, measures it anew
             again["salt"] = f"after one beside others, in {study.budget.total:.0f} s"
@@ -213,7 +218,7 @@ def _try_recipe(
     ratio = outcome["ratio"]
     if is_disturbed(outcome):  # the confirmation corrects it, or calls it an estimate
         outcome = {**outcome, "why": f"{outcome['why']}; {disturbance(outcome)}"}
-    if outcome["verdict"] != FASTER:
+    if outcome["verdict"] != FASTER and not (exactness in EXACT and probably_faster(ratio)):
         return note("no gain" if outcome["verdict"] == SAME else outcome["verdict"], outcome["why"])
     gain = run_speedup(outcome, samples)
     if gain < MIN_GAIN:
@@ -375,6 +380,13 @@ def failure_verdict(message: str) -> str:
     if BASE_FAILED in message:
         return "not measured"
     return "no effect" if NO_EFFECT in message else "failed"
+
+
+def probably_faster(ratio: dict[str, Any]) -> bool:
+    """Whether a speed-up is surely above 1; or MIN_GAIN at least, by a narrow interval or with a certainty of 90 %."""
+    width = ratio["high"] / ratio["low"]
+    is_probable = width <= NARROW or math.log(ratio["median"]) >= PROBABLE * math.log(width) / 2
+    return ratio["low"] > 1 or (ratio["median"] >= MIN_GAIN and is_probable)
 
 
 def run_speedup(outcome: dict, samples: float) -> float:

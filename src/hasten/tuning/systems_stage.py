@@ -86,9 +86,11 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
         exact_share = budget.part(EXACT_SHARE if lower else 1.0)
         with budget.reserve(seconds + _confirmation_overhead(plan)), exact_share, _keep_unconfirmed(state):
             try_compositions(study, state.incumbents, experienced, samples, screening)
-            search_systems(study, state.incumbents, exact, samples, screening)
-            try_unsure_together(study, state.incumbents, exact, samples, screening)
+            quick = [item for item in exact if not item.card.high_setup_cost]
+            search_systems(study, state.incumbents, quick, samples, screening)
+            try_unsure_together(study, state.incumbents, quick, samples, screening)
             find_strong_baseline(study, state, samples, screening)
+            search_systems(study, state.incumbents, [item for item in exact if item not in quick], samples, screening)
             state.contributions = leave_one_out(study, state.incumbents, samples)
             state.ablated = state.incumbents.best
     with budget.part(1.0):  # a trial may have taken more than the share, and what was found must not be lost
@@ -131,8 +133,8 @@ def _keep_unconfirmed(state: SearchState) -> Iterator[None]:
 
 def _add(state: SearchState, found: Finding | None) -> None:
     state.unconfirmed = None
-    if found:
-        state.findings.append(found)
+    if found:  # in place of what an earlier search, of which less is stored, has found of this recipe
+        state.findings = [*(one for one in state.findings if one.recipe != found.recipe), found]
 
 
 def _by_exactness(candidates: Candidates, level: str) -> tuple[list, list]:

@@ -28,7 +28,6 @@ from hasten.tuning.systems import (
     check_verdict,
     conflict_reason,
     failure_verdict,
-    loosest_exactness,
     merge,
 )
 
@@ -226,10 +225,6 @@ def try_training_compositions(
         merged = merge(incumbents.best, recipe)
         if merged == incumbents.best or conflict_reason(merged):
             continue
-        check = study.check_exactness(incumbents.best, merged, loosest_exactness(merged))
-        if not check.get("passed"):
-            study.note(str(recipe), "training", *check_verdict(check), seconds=check["trial_seconds"])
-            continue
         outcome = run_seeds(study, merged, best, baseline, [])
         note_outcome(study, str(recipe), outcome, best)
         if outcome.verdict == "kept":
@@ -267,7 +262,7 @@ def search_training(
             if isinstance(recipe, str):
                 study.note(text, "training", "not tried", recipe)
                 continue
-            if not is_checked:
+            if item.offered and not is_checked:  # of the others, the first whole training shows an effect
                 check = study.check_exactness(base, recipe, item.card.exactness)
                 if not check.get("passed"):
                     study.note(text, "training", *check_verdict(check), seconds=check["trial_seconds"])
@@ -280,7 +275,7 @@ def search_training(
             if outcome.verdict == "kept":
                 incumbents.push(recipe)
                 best, losses = outcome.after(best), 0
-            elif (losses := losses + 1) == MAX_LOSSES:
+            elif outcome.verdict == "no effect" or (losses := losses + 1) == MAX_LOSSES:
                 break
     return best
 
@@ -329,11 +324,13 @@ def run_seeds(
         if outcome.verdict != "kept" or others > AFFORDABLE_SHARE * study.budget.left():
             break
     if outcome.verdict == "kept" and runs[0]["samples"] < FEWER_SAMPLES * baseline.runs[0]["samples"]:
-        return _require_quality(study, recipe, outcome, best, baseline)
+        return _require_quality(study, recipe, outcome, best, baseline, same_steps)
     return outcome
 
 
-def _require_quality(study: Study, recipe: Recipe, outcome: Outcome, best: Outcome, baseline: Baseline) -> Outcome:
+def _require_quality(
+    study: Study, recipe: Recipe, outcome: Outcome, best: Outcome, baseline: Baseline, same_steps: bool
+) -> Outcome:
     """The outcome of a training on fewer samples; "refused" unless it surely ends as well, after further runs if cheap.
 
     The search picks the shortest of several trainings, which may be as good by luck.
@@ -343,7 +340,7 @@ def _require_quality(study: Study, recipe: Recipe, outcome: Outcome, best: Outco
     is_cheap = len(runs) == len(baseline.seeds) and runs[0]["trial_seconds"] < CHEAP_RUN * original
     for index in range(FURTHER_RUNS if is_cheap else 0):
         runs.append(study.run(recipe, baseline.seeds[-1] + SEED_STEP * (index + 1)))
-        outcome = Outcome.of(runs, baseline, best)
+        outcome = Outcome.of(runs, baseline, best, same_steps)
         if outcome.verdict != "kept":
             return outcome
     if baseline.as_good([run["metric"] for run in runs], surely=1.0):

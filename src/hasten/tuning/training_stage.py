@@ -133,7 +133,7 @@ def _keeps_quality(study: Study, state: SearchState, baseline: Baseline, found: 
         study.note(str(found.recipe), "confirmation", "failed", failed)
         return False
     original = {seed: run for seed, run in zip(baseline.run_seeds, baseline.runs, strict=True) if seed in runs}
-    before, after = final_metrics([original, runs], baseline.margin)
+    before, after = final_metrics(original, runs, baseline.margin, baseline.higher_is_better)
     result = quality_gate(before, after, margin=baseline.margin, higher_is_better=baseline.higher_is_better)
     if not result.difference:
         return True
