@@ -120,5 +120,5 @@ class Broken(Noted):
 
 
 def test_sample_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(RunError, match="sample 500: .*no such picture"):
+    with pytest.raises(RunError, match=r"sample 500: .*no such picture"):
         read_all(spec_of(Broken(tmp_path)), 2)

@@ -5,6 +5,7 @@ from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
+from hasten.benchmarking.measurement import NARROW
 from hasten.benchmarking.ratio import UNSURE
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
@@ -14,6 +15,7 @@ from hasten.tuning.study import EXACT, Study, changes_training, exactness_of
 from hasten.tuning.systems import (
     LONGER,
     LONGER_COMPARISON,
+    MIN_GAIN,
     PROMISING_GAIN,
     Incumbents,
     probably_faster,
@@ -52,11 +54,13 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
 def _is_unproven(share: dict[str, Any], is_exact: bool) -> bool:
     """Whether the speed-up ``share`` (median, low, high) of a method is too uncertain to justify it.
 
-    False without an interval, as after a single timed run. With ``is_exact`` a probable gain is enough.
+    False without an interval, as after a single timed run. With ``is_exact`` a likely gain is enough: one of a narrow
+    interval, or one that the method has with a certainty of 90 % or more.
     """
     if share["low"] is None or share["low"] > 1:
         return False
-    return not (is_exact and probably_faster(share))
+    is_narrow = share["high"] / share["low"] <= NARROW and share["median"] >= MIN_GAIN
+    return not (is_exact and (is_narrow or probably_faster(share)))
 
 
 def contributions(study: Study, recipe: Recipe, samples: float, baseline: Baseline | None = None) -> list[dict]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from hasten.benchmarking.measurement import NARROW
 from hasten.benchmarking.ratio import FASTER, SAME, SLOWER, UNSURE, Ratio
 from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
 from hasten.core.card import Card, Exactness
@@ -383,10 +382,9 @@ def failure_verdict(message: str) -> str:
 
 
 def probably_faster(ratio: dict[str, Any]) -> bool:
-    """Whether a speed-up is surely above 1; or MIN_GAIN at least, by a narrow interval or with a certainty of 90 %."""
-    width = ratio["high"] / ratio["low"]
-    is_probable = width <= NARROW or math.log(ratio["median"]) >= PROBABLE * math.log(width) / 2
-    return ratio["low"] > 1 or (ratio["median"] >= MIN_GAIN and is_probable)
+    """Whether a speed-up is MIN_GAIN at least, and above 1 with a certainty of 90 %."""
+    half_width = math.log(ratio["high"] / ratio["low"]) / 2
+    return ratio["median"] >= MIN_GAIN and math.log(ratio["median"]) >= PROBABLE * half_width
 
 
 def run_speedup(outcome: dict, samples: float) -> float:

@@ -29,6 +29,7 @@ from hasten.tuning.systems import (
     conflict_reason,
     failure_verdict,
     merge,
+    without_effect,
 )
 
 FEWER_SAMPLES = 0.99  # above this ratio of samples only the speed can make a recipe faster
@@ -219,17 +220,20 @@ def try_training_compositions(
 ) -> Outcome:
     """Trains whole recipes that won elsewhere, added to the best so far, and pushes those that win.
 
-    ``best`` is the outcome of the best recipe so far; returns that of the new best.
+    One that fails since some of its methods have no effect here is tried again without these. ``best`` is the outcome
+    of the best recipe so far; returns that of the new best.
     """
-    for recipe in recipes:
-        merged = merge(incumbents.best, recipe)
-        if merged == incumbents.best or conflict_reason(merged):
-            continue
-        outcome = run_seeds(study, merged, best, baseline, [])
-        note_outcome(study, str(recipe), outcome, best)
-        if outcome.verdict == "kept":
-            incumbents.push(merged)
-            best = outcome.after(best)
+    for one in recipes:
+        recipe = one.drop(*without_effect(study, one))
+        while (merged := merge(incumbents.best, recipe)) != incumbents.best and not conflict_reason(merged):
+            outcome = run_seeds(study, merged, best, baseline, [])
+            note_outcome(study, str(recipe), outcome, best)
+            if outcome.verdict == "kept":
+                incumbents.push(merged)
+                best = outcome.after(best)
+            if (able := recipe.drop(*without_effect(study, recipe))) == recipe:
+                break
+            recipe = able
     return best
 
 

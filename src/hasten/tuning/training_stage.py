@@ -31,7 +31,7 @@ from hasten.tuning.joint_search import add_lengthened, search_jointly, shorten, 
 from hasten.tuning.largest_batch import largest_batch_compositions
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import PROFILE_SECONDS, Study
-from hasten.tuning.systems import is_disturbed
+from hasten.tuning.systems import Candidate, is_disturbed
 from hasten.tuning.systems_stage import (
     MIN_SHORT_RUN_S,
     SHORT_RUNS,
@@ -43,6 +43,7 @@ from hasten.tuning.systems_stage import (
 from hasten.tuning.training import (
     SEED_STEP,
     Baseline,
+    Outcome,
     Substitute,
     first_outcome,
     search_training,
@@ -96,12 +97,18 @@ def find_training(study: Study, state: SearchState) -> None:
             recipes += largest_batch_compositions(study, state.incumbents.best, items, facts, epoch)
         best = try_training_compositions(study, state.incumbents, first, recipes, baseline)
         best = shorten(study, state.incumbents, joint, baseline, best)
+
+        def search(methods: list[Candidate], best: Outcome) -> Outcome:
+            found = search_training(study, state.incumbents, methods, baseline, best)
+            return found if found is best else shorten(study, state.incumbents, joint, baseline, found)
+
+        # where trainings have become short, what may shorten them further is tried before the longer joint search
+        early = [item for item in others if item.card.trial_priority and best is not first]
+        best = search(early, best)
         if joint:
             found = search_jointly(study, state.incumbents, joint, baseline, best)
             best = found if found is best else shorten(study, state.incumbents, joint, baseline, found)
-        found = search_training(study, state.incumbents, others, baseline, best)
-        if found is not best:
-            shorten(study, state.incumbents, joint, baseline, found)
+        search([item for item in others if item not in early], best)
         state.contributions = leave_one_out(study, state.incumbents, samples, baseline)
         state.ablated = state.incumbents.best
     state.save()
