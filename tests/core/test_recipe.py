@@ -26,3 +26,10 @@ def test_recipe_plus_separates_methods_but_not_path_parts(text, names):
 def test_recipe_load_invalid_toml_is_refused(text):
     with pytest.raises(ConfigurationError, match="the recipe is not valid TOML"):
         Recipe.from_toml(text)
+
+
+def test_recipe_of_a_dict_has_its_options():
+    assert Recipe.coerce({"batch_size": {"factor": 8}, "ema": {}}) == Recipe({"batch_size": {"factor": 8}, "ema": {}})
+    assert Recipe.coerce({}) == Recipe()
+    with pytest.raises(ConfigurationError, match="the recipe: every method is a table"):
+        Recipe.coerce({"ema": None})

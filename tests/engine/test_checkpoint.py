@@ -14,9 +14,14 @@ import torch
 import hasten
 from hasten import ConfigurationError, RunError
 from hasten.core.errors import HastenWarning
-from hasten.engine.checkpoint import load_checkpoint, update_only_tensors
+from hasten.core.run_context import ParallelContext
+from hasten.distributed.collectives import LocalReplicaState
+from hasten.engine.checkpoint import get_state, load_checkpoint, restore, update_only_tensors
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
+from hasten.engine.registry import make_methods
 from hasten.engine.run_dir import RunDirectory
+from hasten.testing.tasks import Labeled, convolutional
 from hasten.utils.rng import get_rng_state, set_rng_state
 from helpers import engine_tasks
 
@@ -180,9 +185,6 @@ def test_read_only_directory_is_refused(tmp_path):
 
 def test_state_wider_than_its_parameter_keeps_its_width(tmp_path):
     """torch casts an optimizer's state to the parameter's type when it loads it."""
-    from hasten.engine.checkpoint import get_state, restore
-    from hasten.engine.plan import build
-
     program = build(engine_tasks.map_style())
     weight = next(program.run.model.parameters())
     wide = torch.full(weight.shape, 1 / 3, dtype=torch.float64)
@@ -230,3 +232,38 @@ def test_checkpoint_copies_weights_changed_in_the_forward_pass_before_it():
     run = build(dataclasses.replace(task, model=Following)).run
     address = {weight.data_ptr() for weight in update_only_tensors(run)}
     assert address == {weight.data_ptr() for weight in run.unwrapped_model.student.parameters()}
+
+
+class WithTensor(torch.nn.Sequential):
+    """A model with one tensor that safetensors does not know."""
+
+    def __init__(self, tensor):
+        super().__init__(*engine_tasks.model())
+        self.register_buffer("adjacency", tensor)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"), [(torch.eye(3).to_sparse(), "sparse_coo"), (torch.eye(3, dtype=torch.complex128), "complex128")]
+)
+def test_tensor_that_cannot_be_saved_is_refused_before_the_first_step(tensor, kind, tmp_path):
+    task, steps = dataclasses.replace(engine_tasks.map_style(), model=lambda: WithTensor(tensor)), []
+    with pytest.raises(ConfigurationError, match=f"cannot store adjacency, which is {kind}; .*without --out"):
+        hasten.train(task, out=tmp_path / "r", observers=[steps.append], device="cpu")
+    assert not steps
+    assert hasten.train(dataclasses.replace(task, epochs=0.2), device="cpu")["steps"] == 1
+
+
+def test_state_of_a_rank_is_restored_in_the_memory_format_of_the_weights(tmp_path):
+    """Fused kernels on the CPU read it in the order of memory, and what is saved is contiguous."""
+    recipe = make_methods(hasten.Recipe.coerce("channels_last + fused_optimizer"))
+    images = Labeled((3, 4, 4))
+    task = convolutional(model=lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 4, 4), torch.nn.Flatten()))
+    program, again = (build(dataclasses.replace(task, train_data=images), recipe) for _ in range(2))
+    for each in (program, again):
+        each.run.parallel = ParallelContext(each.run.ranks)
+        each.run.parallel.rank_state["replica"] = LocalReplicaState(each.run)
+    next(train_steps(program))
+    torch.save(get_state(program), tmp_path / "state.pt")
+    restore(again, load_checkpoint(tmp_path / "state.pt"))
+    (weight, state), _ = again.run.optimizer.state.items()
+    assert state["momentum_buffer"].stride() == weight.stride() and not weight.is_contiguous()

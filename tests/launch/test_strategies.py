@@ -272,3 +272,13 @@ def test_shards_gathered_in_bfloat16_train_float32_weights(tmp_path, stage):
 def test_gathering_in_bfloat16_without_shards_is_refused():
     answers = run_ranks(2, training, float32_blocks(), "zero:stage=1,param_dtype=bfloat16")
     assert all("is for stages 2 and 3" in str(answer) for answer in answers), answers
+
+
+def clipped():
+    return replace(rank_tasks.rates_by_name_and_schedule(), clip_grad_norm=0.05)
+
+
+@pytest.mark.parametrize("strategy", first_quick(STRATEGIES[1:]))
+def test_task_that_clips_gradients_trains_like_one_process(tmp_path, strategy):
+    """The optimizer of stage 1 has shards, whose gradients are set in its step."""
+    assert_trains_like_one_process(tmp_path, clipped, strategy, 2)

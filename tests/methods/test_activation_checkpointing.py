@@ -2,11 +2,14 @@
 
 import copy
 
+import pytest
 import torch
+from torch import nn
 
 from hasten.core.recipe import Recipe
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from hasten.testing.tasks import CLASSES
 from hasten.utils.blocks import repeated_blocks
 
 
@@ -61,3 +64,40 @@ def test_model_without_blocks_has_no_effect(perceptron, trained):
     assert trained(perceptron(), "activation_checkpointing", 1).run.no_effect == [
         ("activation_checkpointing", "the model has no sequence of blocks of one type")
     ]
+
+
+def stateful(layer):
+    """A model of two blocks, each with the layer."""
+
+    def model():
+        blocks = [nn.Sequential(layer(), nn.ReLU()) for _ in range(2)]
+        return nn.Sequential(nn.Conv2d(1, 4, 1), *blocks, nn.Flatten(), nn.Linear(256, CLASSES))
+
+    return model
+
+
+STATEFUL = {
+    "spectral normalization": lambda: nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 1)),
+    "spectral normalization of old": lambda: nn.utils.spectral_norm(nn.Conv2d(4, 4, 1)),
+    "instance normalization": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("recipe", ["activation_checkpointing", "gradient_accumulation"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_that_a_forward_pass_updates_is_updated_once_a_step(name, recipe, convolutional, trained):
+    task = convolutional(model=stateful(STATEFUL[name]))
+    usual, less = trained(task, number=4), trained(task, recipe, 4)
+    assert usual.same_bits(less)
+    assert name.removesuffix(" of old") in dict(less.run.no_effect)[recipe]
+
+
+def test_other_blocks_are_recomputed_beside_one_with_state(convolutional, trained):
+    def model():
+        like = stateful(lambda: nn.Conv2d(4, 4, 1))()
+        like[1].append(nn.InstanceNorm2d(4, track_running_stats=True))
+        return like
+
+    usual, less = (trained(convolutional(model=model), recipe) for recipe in ("baseline", "activation_checkpointing"))
+    assert usual.same_bits(less)
+    assert less.program.effects.evidence["activation_checkpointing"].startswith("1 of 1 blocks")

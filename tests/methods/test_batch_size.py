@@ -1,5 +1,7 @@
 """batch_size: larger batches; learning rates and warm-up as computed by hand for every step, under any schedule."""
 
+from itertools import islice
+
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -7,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
+from hasten.engine.checkpoint import get_state, load_checkpoint, restore
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
@@ -127,3 +130,18 @@ def test_stream_with_relative_warm_up_is_refused(perceptron):
     assert (
         build(perceptron(train_data=Stream()), make_methods(Recipe.coerce("batch_size:warmup=0"))).plan.batch_size == 32
     )
+
+
+def test_run_resumed_inside_the_warm_up_continues_it(perceptron, tmp_path):
+    task = perceptron(optimizer=sgd)
+    recipe = make_methods(Recipe.coerce("batch_size:factor=2,rule=linear,warmup=0.9"))
+    whole, resumed = build(task, recipe), build(task, recipe)
+    for number, _ in enumerate(train_steps(whole), 1):
+        if number == 2:
+            torch.save(get_state(whole), tmp_path / "state.pt")
+        if number == 4:
+            break
+    restore(resumed, load_checkpoint(tmp_path / "state.pt"))
+    for _ in islice(train_steps(resumed), 2):
+        pass
+    assert all(map(torch.equal, resumed.run.model.parameters(), whole.run.model.parameters()))

@@ -7,6 +7,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from helpers import public_loops
 
 
 @pytest.mark.parametrize(("decay", "start"), [(0.9, 0), (0.2, 0), (0.9, 5)])
@@ -59,3 +60,30 @@ def test_start_after_the_last_step_has_no_effect(perceptron, trained):
             "ema"
         ] and f"ends after {number} steps" in idle.run.no_effect[0][1]
         assert idle.same_bits(trained(perceptron()))
+
+
+def test_average_of_several_optimizers_is_taken_once_a_step():
+    program = build(public_loops.gan(), make_methods(Recipe.coerce("ema:decay=0.9")))
+    parameters = list(program.run.model.parameters())
+    average = [parameter.detach().clone() for parameter in parameters]
+    for number, _ in enumerate(train_steps(program)):
+        d = min(0.9, (1 + number) / (10 + number))
+        average = [d * mean + (1 - d) * live.detach() for mean, live in zip(average, parameters, strict=True)]
+    for exported, expected in zip(program.export().parameters(), average, strict=True):
+        torch.testing.assert_close(exported, expected, rtol=1e-5, atol=1e-7)
+
+
+class KeepsItsOutput(torch.nn.Sequential):
+    """A perceptron with the output of the last batch as an attribute, with its graph."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(12, 24), torch.nn.ReLU(), torch.nn.Linear(24, 4))
+
+    def forward(self, inputs):
+        self.last = super().forward(inputs)
+        return self.last
+
+
+def test_model_that_keeps_an_output_is_averaged(perceptron, trained):
+    usual, kept = (trained(perceptron(**model), "ema") for model in ({}, {"model": KeepsItsOutput}))
+    assert kept.same_bits(usual)

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from hasten.methods.fused_optimizer import _fuse
+from hasten.profiling.probe import facts_of
+from hasten.testing.models import LookUp
+from hasten.utils.optimizers import fused_step_obstacle
 
 OPTIMIZERS = {
     "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True),
@@ -124,3 +127,27 @@ def test_sgd_with_dampening_is_left_as_it_is(perceptron, trained):
 
     ((name, why),) = trained(perceptron(optimizer=optimizer), "fused_optimizer", 1).run.no_effect
     assert name == "fused_optimizer" and "dampening" in why
+
+
+def sparse_table():
+    model = LookUp()
+    model.scores.sparse = True
+    return model
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_optimizer_of_sparse_gradients_is_left_as_it_is(optimizer, transformer, trained):
+    task = transformer(model=sparse_table, optimizer=lambda model: optimizer(model.parameters()))
+    run = trained(task, "fused_optimizer", 2)
+    assert dict(run.run.no_effect)["fused_optimizer"].startswith("the gradients of scores are sparse")
+    assert "unfused_optimizer" not in facts_of(run.program)
+
+
+def test_optimizer_of_the_other_weights_is_fused():
+    """Sparse gradients that another optimizer updates are no obstacle, nor are those of frozen weights."""
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True), torch.nn.Linear(2, 2))
+    dense, every = (torch.optim.SGD(part.parameters()) for part in (model[1], model))
+    assert fused_step_obstacle(dense, model) is None and "gradients of 0" in fused_step_obstacle(every, model)
+    model[0].requires_grad_(False)
+    assert fused_step_obstacle(every, model) is None

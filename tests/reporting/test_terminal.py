@@ -3,10 +3,13 @@
 # ruff: noqa: RUF001 (true multiplication signs and dashes are what is tested)
 
 import io
+import shlex
 
 import pytest
 from rich.console import Console, Group
 
+from hasten.cli.output import CommandResult, show
+from hasten.core.errors import ConfigurationError
 from hasten.reporting import terminal, terminal_deploy, terminal_methods, view_model
 from hasten.reporting.validation import validate
 from helpers import sample_results as samples
@@ -314,3 +317,24 @@ def test_speed_up_of_steps_alone_is_not_called_that_of_the_training():
     result = validate(samples.faster() | {"evidence": "exact", "time_to_target": {}, "training_seconds": {}})
     assert view_model.tune_headline(result).startswith("Steps 5.1× faster")
     assert "A whole training also starts and evaluates, so it gains less." in view_model.tune_sentence(result)
+
+
+LONG_COMMAND = shlex.join(
+    ["python", "train.py", "--prompt", "two  spaces,\na\x1b[2Jnew line", *("--layer", "512") * 60]
+)
+
+
+def test_command_to_train_is_printed_as_it_must_be_typed(capsys):
+    """One line for the shell however long it is, with the white space of its arguments; without control characters."""
+    recipe_file = "runs/my  search/recipe.toml"
+    result = samples.faster() | {"command": LONG_COMMAND, "recipe_file": recipe_file, "out": "runs/my  search"}
+    show(CommandResult(result, terminal.tune_answer))
+    text, shown = capsys.readouterr().out, LONG_COMMAND.replace("\x1b", " ")
+    assert f"hasten train --recipe '{recipe_file}' -- {shown}\n" in text
+    assert len(shown) > 700 and "hasten report 'runs/my  search'" in text.replace("\n", "")
+
+
+def test_path_of_a_wrong_type_is_refused():
+    with pytest.raises(ConfigurationError, match="recipe_file must be a command or a path, not a number"):
+        validate(samples.faster() | {"recipe_file": 3})
+    assert validate(samples.faster() | {"out": None})["out"] == ""

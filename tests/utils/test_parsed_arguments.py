@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from hasten.utils import parsed_arguments
-from hasten.utils.parsed_arguments import after_parsing, offer_arguments
+from hasten.utils.parsed_arguments import after_parsing, names_length, names_whole_length, offer_arguments
 
 
 @pytest.fixture
@@ -82,3 +82,23 @@ def test_number_that_a_framework_is_passed_twice_with_other_values_is_seen_as_a_
         {"rate": 0.2},
     ]
     assert seen[-1] == {"rate": "0.1 and 0.2"}
+
+
+@pytest.mark.parametrize("name", ["epochs", "num_epochs", "n_epochs", "max_epochs", "num-train-epochs", "max_steps"])
+def test_length_of_a_training_is_known_by_its_name(name):
+    assert names_length(name) and names_whole_length(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("decay_epochs", "decay_epoch", "lr_drop_epochs", "cooldown_epochs", "freeze_epochs", "checkpoint_steps"),
+        *("save_epochs", "log_steps", "print_steps", "eval_steps", "start_epoch", "warm_up_epochs"),
+    ],
+)
+def test_length_of_a_part_or_of_an_interval_is_none_of_the_training(name):
+    assert not names_length(name)
+
+
+def test_name_with_another_word_may_be_that_of_a_part():
+    assert names_length("finetune_epochs") and not names_whole_length("finetune_epochs")

@@ -32,17 +32,21 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Measure in this process or in this rank of a job; with ``--processes`` above 1, start the job."""
-    if options.ops and (options.processes > 1 or in_job()):
+    is_script = not isinstance(options.task, str)
+    is_rank = in_job() and not is_script  # WORLD_SIZE, as a cluster sets it, is that of the script's own job
+    if is_script and options.processes > 1:
+        raise ConfigurationError(f"{options.task} starts its own processes; leave --processes out")
+    if options.ops and (options.processes > 1 or is_rank):
         from hasten.profiling.ops import ONE_PROCESS
 
         raise ConfigurationError(ONE_PROCESS)
-    if options.processes > 1 and not in_job():
+    if options.processes > 1 and not is_rank:
         from hasten.engine.registry import make_methods
         from hasten.launch.launcher import launch, preflight_check
 
         preflight_check(options.task, options.processes, make_methods(types.preflight_recipe(options)))
         return CommandResult(None, deferred=partial(launch, options.argv, options.processes))
-    if in_job():
+    if is_rank:
         from hasten.profiling.rank_profile import diagnose_ranks
 
         diagnose, answer = partial(diagnose_ranks, timeout=options.timeout), page("terminal_ranks", "ranks_answer")

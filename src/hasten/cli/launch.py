@@ -79,6 +79,9 @@ def _check_command(command: list[str], options: argparse.Namespace) -> None:
     inner = options.parse(command)
     if inner is None or inner.verb == "bench-comm":
         return
+    if not isinstance(inner.task, str):
+        what = f"launch starts the ranks of a task, and {inner.task} starts its own processes"
+        raise ConfigurationError(f"{what}; write hasten {inner.verb} -- {inner.task.command}")
     methods = make_methods(preflight_recipe(inner))
     if options.nproc_per_node * options.nnodes[1] == 1:
         return

@@ -35,6 +35,7 @@ from hasten.core.errors import (
     format_error,
     suggest,
 )
+from hasten.hosts.script_files import ScriptChangedError
 from hasten.launch.rank_results import (
     RankResult,
     die_with_parent,
@@ -61,12 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     owns_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in split_command(argv)[0]
+    own, command = split_command(argv)
+    as_json, is_script = "--json" in own, command is not None
     _prepare_streams()
     _silence_libraries()
     _show_hasten_warnings()
-    # Rank 0 answers for all ranks of a job.
-    mute = not is_main_process() and any(argument in launch.COMMANDS for argument in argv)
+    # Rank 0 answers for all ranks of a job, of which a script is none: a cluster's WORLD_SIZE is that of its own.
+    mute = not (is_main_process() or is_script) and any(argument in launch.COMMANDS for argument in argv)
     signals = _interrupt_on_signals() if owns_process else []
     if is_managed_rank() and owns_process:
         die_with_parent()
@@ -88,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:  # the task's code may raise anything
         ending, interrupted = _result_of_error(error), isinstance(error, KeyboardInterrupt)
     code, line = ending.code, ending.message
-    if in_job() and line is None:
+    if in_job() and line is None and not is_script:
         code = 0  # a result that is a "no" must not make torchrun stop or restart the other ranks
     if is_managed_rank():  # the launcher prints the result
         write_result(ending)
@@ -256,7 +258,7 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
         import traceback
 
         traceback.print_exception(error)
-    if isinstance(error, ConfigurationError):
+    if isinstance(error, (ConfigurationError, ScriptChangedError)):
         return 2, str(error)
     if isinstance(error, RunError):
         return 1, str(error)

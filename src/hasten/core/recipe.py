@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -113,13 +113,13 @@ class Recipe:
 
     @staticmethod
     def coerce(value: Recipe | str | Path | Iterable[str] | None) -> Recipe:
-        """A recipe from anything that names one: a Recipe, "baseline", a ``.toml`` file, or ``--with`` text.
-        ConfigurationError if it cannot be read, or is a file that names code outside hasten.
+        """A recipe from anything that names one: a Recipe, "baseline", a ``.toml`` file, ``--with`` text, or a dict
+        (method -> options). ConfigurationError if it cannot be read, or is a file that names code outside hasten.
         """
         if value is None or value == "baseline" or value == "":
             return Recipe()
-        if isinstance(value, Recipe):
-            return value
+        if isinstance(value, (Recipe, Mapping)):
+            return value if isinstance(value, Recipe) else Recipe.from_tables({**cast(Any, value)}, "the recipe")
         if not (isinstance(value, Path) or (isinstance(value, str) and value.endswith(".toml"))):
             return Recipe.parse(value)
         recipe = Recipe.load(value)

@@ -1,6 +1,5 @@
 """Collectives of data-parallel methods: replicas of a model, kept equal by averaging gradients or weights."""
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from hasten.core.types import Batch, ContextFactory, ForwardFn
 from hasten.distributed.batch_norm import DistributedBatchNorm
 from hasten.distributed.dtensor_state import to_local
 from hasten.utils.batch import map_tensors
+from hasten.utils.copy_model import copy_model
+from hasten.utils.optimizers import sparse_gradients_layer
 
 BUCKET_ELEMENTS = 2_000_000  # elements sent in one message
 
@@ -197,7 +198,7 @@ def _named_tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tens
 
 def average_model(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of the model with parameters and buffers averaged over all ranks; bitwise equal ones stay unchanged."""
-    mean = copy.deepcopy(model)
+    mean = copy_model(model)
     tensors = {id(tensor): tensor for tensor in (*mean.parameters(), *mean.buffers())}
     all_reduce_mean(find_divergent_tensors(filter(is_real_or_complex, tensors.values())))
     return mean
@@ -210,9 +211,9 @@ def is_real_or_complex(tensor: torch.Tensor) -> bool:
 
 def check_no_sparse_gradients(model: torch.nn.Module, method: str) -> None:
     """Raises ``ConfigurationError`` if a layer has ``sparse=True`` (embeddings), so its gradients are sparse."""
-    if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]:
+    if (layer := sparse_gradients_layer(model)) is not None:
         remedy = f"make it with sparse=False, or leave {method} out"
-        raise ConfigurationError(f"{method} averages dense gradients, and those of {sparse[0]} are sparse; {remedy}")
+        raise ConfigurationError(f"{method} averages dense gradients, and those of {layer} are sparse; {remedy}")
 
 
 def check_sync_period(run: RunContext, option: str, period: int) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from hasten._torch_compat import mark_updated
 from hasten.core.data import BatchSource
-from hasten.core.errors import HastenWarning, RunError, format_error
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.run_context import ParallelContext, RunContext
 from hasten.core.types import Batch
@@ -201,9 +201,6 @@ def restore(program: Program, state: State) -> None:
         run.unwrapped_model.load_state_dict(model)
         optimizer = _distribute_optimizer_state(run.optimizer, state["optimizer"])
         run.optimizer.load_state_dict(optimizer)
-        for one in getattr(run.optimizer, "optimizers", [run.optimizer]):
-            if isinstance(one, torch.optim.Optimizer):  # the checkpoint may be of another memory format
-                align_state(one)
         _restore_dtypes(run.optimizer, optimizer)
         mark_updated(run.optimizer)
         if program.schedule is not None:
@@ -212,6 +209,9 @@ def restore(program: Program, state: State) -> None:
             if name in state["checkpoint_state"] or same_world_size:  # a strategy has no state in a single process
                 stateful.load_state_dict(state["checkpoint_state"][name])
         _restore_rank_state(run, rank_states)
+        for one in getattr(run.optimizer, "optimizers", [run.optimizer]):
+            if isinstance(one, torch.optim.Optimizer):  # the checkpoint may be of another memory format
+                align_state(one)
     except Exception as error:
         advice = "choose another --out to start anew"
         raise RunError(f"the checkpoint does not fit the task as it is now: {format_error(error)}; {advice}") from error
@@ -230,6 +230,24 @@ def _restore_rank_state(run: RunContext, rank_states: list[State]) -> None:
         change = f"{len(rank_states)} processes trained this run and {run.ranks.world_size} resume it"
         names = ", ".join(run.parallel.rank_state)
         warnings.warn(f"{change}: the state of each process starts anew ({names})", HastenWarning, stacklevel=2)
+
+
+def check_exportable(weights: State) -> None:
+    """Raises ``ConfigurationError`` if safetensors cannot store one of the tensors: a sparse one, or complex128."""
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        kind = str(tensor.dtype if tensor.layout is torch.strided else tensor.layout).removeprefix("torch.")
+        if tensor.layout is not torch.strided or not _stores_dtype(tensor.dtype):
+            advice = "keep it out of the state (register_buffer(..., persistent=False)), or train without --out"
+            raise ConfigurationError(f"model.safetensors cannot store {name}, which is {kind}; {advice}")
+
+
+def _stores_dtype(dtype: torch.dtype) -> bool:
+    try:
+        save({"empty": torch.empty(0, dtype=dtype)})
+    except (KeyError, RuntimeError):  # safetensors does not know it, or torch has no such tensor without a scale
+        return False
+    return True
 
 
 def to_safetensors(weights: State) -> bytes:

@@ -64,14 +64,14 @@ def check_fits_task(methods: Sequence[Method], run: RunContext) -> None:
     task = run.task
     required = {"Task(step=)": {"python_between_kernels"}} if task.step is not None else {}
     if task.clip_grad_norm is not None:
-        required["Task(clip_grad_norm=)"] = {"gradient_norm"}
+        required["Task(clip_grad_norm=)"] = {"gradient_norm", "reduced_gradients"}
     if task.step is not None and run.parallel is not None:
         reason = "several processes would each need a part of what it computes"
         raise ConfigurationError(f"a task with a step of its own trains in one process: {reason}; pass --processes 1")
     for method in methods:
         for name, traits in required.items():
             if lost := traits & method.card.invalidates:
-                reason = f"requires {', '.join(lost)}, which {method.name} invalidates"
+                reason = f"requires {', '.join(sorted(lost))}, which {method.name} invalidates"
                 raise ConfigurationError(f"{name} {reason}; leave one of them out")
         if task.step is not None and "loss" in hooks_of(method):
             reason = "changes the loss function, but Task(step=) has its own"

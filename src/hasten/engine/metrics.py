@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.task import Task
@@ -52,10 +53,20 @@ def _reshape_like(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return scores.reshape(target.shape)
 
 
-def _accuracy(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
+def _accuracy(output: Any, target: torch.Tensor, loss: Any, threshold: float | None = None) -> torch.Tensor:
+    """The fraction of samples whose class has the highest score.
+
+    A score for each target is a binary decision: positive if it is above ``threshold``, or where that is None above 0,
+    the threshold of a logit, unless ``loss`` shows that it is a probability. Targets that are one-hot, or give each
+    class a probability, are compared by the class with the highest one.
+    """
     scores = logits_of(output)
-    if scores.ndim == target.ndim or scores.shape[-1] == 1:  # binary: one score per sample, compared with 0
-        return ((_reshape_like(scores, target) > 0) == (target > 0.5)).double().mean()
+    if threshold is None and scores.shape == target.shape and _are_class_probabilities(target):
+        return (scores.argmax(1) == target.argmax(1)).double().mean()
+    if scores.ndim == target.ndim or scores.shape[-1] == 1:
+        scores = _reshape_like(scores, target)
+        above: Any = _threshold_by_loss(scores, target, loss) if threshold is None else threshold
+        return ((scores > above) == (target > 0.5)).double().mean()
     in_first, in_last = scores.shape[:1] + scores.shape[2:] == target.shape, scores.shape[:-1] == target.shape
     if in_first and in_last and scores.ndim > 2:
         shape = f"scores of shape {tuple(scores.shape)}, whose second or last dimension may be that of the classes"
@@ -63,6 +74,33 @@ def _accuracy(output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
     hits = _reshape_like(scores.argmax(1 if in_first else -1), target) == target  # dimension 1 as in torch, or the last
     counted = target >= 0  # negative targets are ignored, as -100 in torch's losses
     return (hits & counted).double().sum() / counted.sum().clamp(min=1)
+
+
+def _are_class_probabilities(target: torch.Tensor) -> bool:
+    """Whether targets of shape (samples, classes, ...) are one-hot or probabilities: they add up to 1."""
+    if target.ndim < 2 or target.shape[1] < 2:
+        return False
+    return bool(((target >= 0).all() & ((target.sum(1) - 1).abs() < 1e-3).all()).item())
+
+
+def _threshold_by_loss(scores: torch.Tensor, target: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """0.5 where ``loss`` is the binary cross-entropy of ``scores``, which are probabilities then; else 0.
+
+    By its value, because Task(loss=) is often a function that converts the target first. The scores themselves do not
+    show it: logits of a batch may all be between 0 and 1.
+    """
+    probabilities = scores.float().nan_to_num(0.5).clamp(0, 1)  # others would be refused
+    cross_entropy = binary_cross_entropy(probabilities, target.float())
+    return 0.5 * torch.isclose(loss.to(cross_entropy), cross_entropy, rtol=1e-3)
+
+
+def _binary_threshold(loss: Any) -> float | None:
+    """The threshold of binary decisions under a loss function of torch that is known to make them; else None."""
+    function = getattr(loss, "func", loss)  # of a partial
+    if function is binary_cross_entropy or isinstance(loss, torch.nn.BCELoss):
+        return 0.5
+    of_logits = isinstance(loss, torch.nn.BCEWithLogitsLoss) or function is binary_cross_entropy_with_logits
+    return 0.0 if of_logits else None
 
 
 def _mean_power(exponent: int, output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
@@ -132,6 +170,8 @@ class MetricAccumulator:
                 raise ConfigurationError(f"no metric is called {metric!r}{suggest(metric, METRICS)}")
             self.named = METRICS[metric]
             self.needs_target = self.named.per_batch is not _loss
+            if self.named.per_batch is _accuracy:
+                self.named = replace(self.named, per_batch=partial(_accuracy, threshold=_binary_threshold(task.loss)))
         elif hasattr(metric, "update") and hasattr(metric, "compute"):
             self.torchmetric = metric.clone() if hasattr(metric, "clone") else metric
             self.torchmetric.reset()

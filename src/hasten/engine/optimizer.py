@@ -11,7 +11,13 @@ from hasten.core.task import Task
 from hasten.core.types import OptimizerFactory, StepFn
 from hasten.distributed.dtensor_state import clip_norm
 from hasten.engine.metrics import name_of
-from hasten.utils.optimizers import OptimizerList, optimizer_and_schedule, parameters_outside, takes_steps
+from hasten.utils.optimizers import (
+    OptimizerList,
+    optimizer_and_schedule,
+    parameters_outside,
+    sparse_gradients_layer,
+    takes_steps,
+)
 from hasten.utils.tensor_list import TensorList
 
 
@@ -97,12 +103,22 @@ def _with_steps(make_optimizer: Callable[..., Any], steps: int | None) -> Optimi
 
 
 def with_clipping(grad_transform: StepFn, max_norm: float | None, run: RunContext) -> StepFn:
-    """``grad_transform``, then clips the gradients to ``max_norm`` (None: does not), which must be unscaled by then."""
+    """``grad_transform``, then clips the gradients to ``max_norm`` (None: does not), which must be unscaled by then.
+
+    ConfigurationError if the model has sparse gradients.
+    """
     if max_norm is None:
         return grad_transform
+    if layer := sparse_gradients_layer(run.unwrapped_model):
+        reason = f"the gradients of {layer} are sparse, and torch computes no norm of these"
+        raise ConfigurationError(f"Task(clip_grad_norm=) cannot be used: {reason}; make it with sparse=False")
     optimizer: Any = run.optimizer
     optimizers = optimizer.optimizers if isinstance(optimizer, OptimizerList) else [optimizer]
-    parameters = [[weight for group in one.param_groups for weight in group["params"]] for one in optimizers]
+    # a strategy may let the optimizer update shards, which get their gradients in its step: those of the full weights
+    parameters = [
+        [getattr(weight, "full", weight) for group in one.param_groups for weight in group["params"]]
+        for one in optimizers
+    ]
 
     def transform_and_clip() -> None:
         grad_transform()

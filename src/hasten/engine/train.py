@@ -22,6 +22,7 @@ from hasten.core.recipe import Recipe
 from hasten.core.task import Task
 from hasten.distributed.process_group import check_ranks_agree, init_process_group, on_main_process
 from hasten.engine.bad_rows import with_bad_row_limit
+from hasten.engine.checkpoint import check_exportable
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.data_adapters import ONE_PROCESS_ONLY
 from hasten.engine.devices import assign_gpus, pick_device, visible_gpus
@@ -117,6 +118,8 @@ def train(
         with catch_stop_signals() as signals:
             program = _build(ranks, loaded, chosen, device, seed)
             program.effects.require_effect = require_effect
+            if out is not None:
+                check_exportable(program.run.unwrapped_model.state_dict())
             if program.plan.steps is None:
                 _warn(ranks, NO_LENGTH)
             facts = environment(device) | {"code": code, "processes": ranks.world_size}

@@ -19,11 +19,13 @@ Line = tuple[float, str, bool]  # seconds, text, printed while the model was in 
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _BAR = re.compile(r"[\u2500-\u259f]+|[=>#.*_-]{3,}")
+_SAMPLES = r"\d[\d,]*\s+(?:[A-Za-z]+\s+){0,2}(?:samples|images|examples)(?![\w/]|\s+per\b)"  # 10000 test images
+_ON_SAMPLES = re.compile(rf"\s*(?:\b(?:on|of|for|over|from|in)\s+(?:(?:the|all)\s+)*)?\b{_SAMPLES}", re.IGNORECASE)
 _NUMBER = re.compile(
-    r"""
-      (?P<time> \d{4}-\d\d-\d\d (?:[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?)? | \d+:\d\d(?::\d\d)?(?:[.,]\d+)? )
+    rf"""
+      (?P<time> \d{{4}}-\d\d-\d\d (?:[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?)? | \d+:\d\d(?::\d\d)?(?:[.,]\d+)? )
     | (?<![\w.@/]) (?P<a> \d+ ) \s* / \s* (?P<b> [1-9]\d* ) (?![\w./])
-    | (?<![\w.@]) (?<!top-) (?<!acc-) (?<!hits-)  # a part of a name: Acc@1, top-5
+    | (?<![\w.@]) (?<!top-) (?<!acc-) (?<!hits-) (?!{_SAMPLES})  # a part of a name: Acc@1, top-5
       (?P<number> (?:(?<![\w)\]])[-+])? (?: (?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)? | (?:nan|inf)(?!\w) ) )
       (?!\.?\d) (?: (?P<percent>\s?%) | (?P<unit>[A-Za-z\u00b5]+(?:/[A-Za-z]+)?|/[A-Za-z]+) )?
     """,
@@ -32,7 +34,8 @@ _NUMBER = re.compile(
 _WORD = re.compile(r"(?<![\w./-])[A-Za-z]+(?![\w/-]|\.\w)")  # not a part of an identifier, path or module
 _SEPARATOR = re.compile(r"[|,;:=(){}\[\]\"'*\t<>]|\s-+\s|\s{3,}")
 _MAX_HEADING_WORDS = 4
-_NOT_A_HEADING = {"data", "dataset", "datasets", "loader", "loading", "split", "samples", "files", "file", "path"}
+_NOT_A_HEADING = {"data", "dataset", "datasets", "loader", "loading", "split", "files", "file", "path"}
+_NOT_A_HEADING |= {"samples", "images", "examples"}
 _MAX_NAME_WORDS = 5
 _COUNTED = {"epoch", "step", "iter", "iteration", "episode"}  # a line with such a word begins something new
 
@@ -148,7 +151,8 @@ def _parse(text: str) -> tuple[_Number, ...]:
     after = phase_of(_WORD.findall(text[matches[-1].end() :])) if matches else ""
     for match in matches:
         gap = text[end : match.start()]
-        template += re.sub(r"\s+", " ", gap) + ("~" if match["time"] else "#%" if match["percent"] else "#")
+        template += re.sub(r"\s+", " ", _ON_SAMPLES.sub(" # samples", gap))
+        template += "~" if match["time"] else "#%" if match["percent"] else "#"
         end = match.end()
         if match["time"]:
             context += _WORD.findall(gap)
@@ -185,8 +189,10 @@ def _last_digit(text: str) -> float:
 
 @lru_cache(maxsize=10_000)
 def _name(gap: str) -> str:
-    """The last words before a number: of ``', 'eval_loss': `` eval_loss, of ``Test set: loss: `` loss."""
-    for segment in reversed(_SEPARATOR.split(gap)):
+    """The last words before a number: of ``', 'eval_loss': `` eval_loss, of ``Test set: loss: `` loss, of
+    ``Accuracy of the network on the 10000 test images: `` Accuracy of the network.
+    """
+    for segment in reversed(_SEPARATOR.split(_ON_SAMPLES.sub("", gap))):
         words = segment.split()[-_MAX_NAME_WORDS:]
         if words and any(word not in WITHOUT_MEANING for word in words_of(segment)):
             return " ".join(words).strip("-~/\\.`")

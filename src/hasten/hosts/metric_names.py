@@ -103,6 +103,8 @@ def meaning_of(name: str) -> Meaning:
     """Reads a name, such as ``val_loss``, ``Acc@5`` or ``Validation accuracy``."""
     words = words_of(name)
     known = [word for word in words if word in HIGHER or word in LOWER]
+    if set(known) != {"per"}:  # "accuracy per class"; alone, it is the phoneme error rate
+        known = [word for word in known if word != "per"]
     identity = tuple(word for word in words if word not in PHASES and word not in FILLERS and word != "1")
     beside = bool(set(words) & NO_METRIC) and not (
         known and set(words) & NO_METRIC <= {"rate", "total", "min", "scale"}

@@ -78,6 +78,7 @@ class ScriptProcess:
     def _open(self, deadline: float | None) -> None:
         """Starts the script, in a sandbox of its own."""
         left = seconds_to_wait(None, deadline)
+        self.script.check_unchanged()
         script, self.began = self.script, time.monotonic()
         self.connection: Connection | None = None
         self.world_size = 1  # processes that train together
@@ -113,6 +114,7 @@ class ScriptProcess:
             ConfigurationError: The script failed by itself, or made no backward pass in time or at all.
             RunError: The script failed under the methods, or one that has trained before made no step in ``timeout``
                 seconds (DeadlineError: until ``deadline``).
+            ScriptChangedError: Its files are not those with which the search began.
         """
         try:
             answer = self._wait_for_first_step(timeout, deadline)
@@ -138,6 +140,13 @@ class ScriptProcess:
         return not self.hidden.issuperset(paths)
 
     def _wait_for_first_step(self, timeout: float | None, deadline: float | None) -> dict[str, Any]:
+        """Waits as ``wait_until_trained``; ScriptChangedError if a file was edited while the script imported it."""
+        try:
+            return self._receive_first_answer(timeout, deadline)
+        finally:
+            self.script.check_unchanged()  # also where the script has failed: an edit may be half done
+
+    def _receive_first_answer(self, timeout: float | None, deadline: float | None) -> dict[str, Any]:
         limit = None if timeout is None else time.monotonic() + timeout
         soonest = min((moment for moment in (limit, deadline) if moment is not None), default=None)
         if not wait([self.listener, self.exit], seconds_to_wait(None, soonest) if soonest else None):

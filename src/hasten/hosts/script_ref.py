@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,15 +20,11 @@ from hasten.engine.tasks import TaskRef
 from hasten.hosts import site_map
 from hasten.hosts.host import check_supported
 from hasten.hosts.metric import parse_request
+from hasten.hosts.script_files import ScriptChangedError, ScriptFiles
 from hasten.utils.typed_arguments import name_of_argument, typed_numbers, with_typed
 
 IGNORING = {"I": "isolated mode", "E": "ignores PYTHON variables", "S": "no site"}  # flags that keep hasten out
 WITH_VALUE = "mcWX"  # one-letter options of Python that take the next argument
-MAX_FILES, MAX_BYTES = 2000, 1 << 20  # files that the fingerprint covers, and the size of each
-WRITTEN = ("runs", "node_modules", "__pycache__", "wandb", "mlruns", "outputs", "multirun", "lightning_logs", "logs")
-# files of an environment, a search, a run
-MADE_IN = (("pyvenv.cfg",), ("trials.jsonl", "lock"), ("environment.json", "log.jsonl"))
-CODE = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")  # and configuration, which decides what code does
 # set by hasten's command line, not by the user
 OURS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_LOGS": "-all"}
 
@@ -111,15 +106,36 @@ class ScriptRef(TaskRef):
                 values |= options
         return with_typed(self.argv, values)
 
+    @cached_property
+    def files(self) -> ScriptFiles:
+        """The files of the script, as they were when they were first asked for."""
+        return self._read_files("command")
+
+    def _read_files(self, began: str) -> ScriptFiles:
+        below = Path(self.file).parent if self.file else Path(self.directory)
+        return ScriptFiles(below, self.argv, self.directory, began)
+
+    def begin(self, command: str) -> None:
+        """Reads the files of the script for a "search" or another "command" that begins; a part of a search keeps those
+        of the search.
+        """
+        if command == "search" or self.files.began != "search" or self.files.are_outdated:
+            vars(self)["files"] = self._read_files(command)
+
+    def check_unchanged(self) -> None:
+        """Raises ScriptChangedError, once, if the files of the script are not those with which the command began."""
+        if self.files.are_outdated:  # another command, since nothing continues after that error
+            self.begin("command")
+        if (path := self.files.changed()) is not None:
+            self.files.are_outdated = True
+            name = os.path.relpath(path, self.directory)
+            raise ScriptChangedError(f"{name} has changed since the {self.files.began} began; start it again")
+
     def fingerprint(self) -> str:
-        """A hash of the command, of files that it names, and of code and configuration below the script's directory."""
-        digest = hashlib.sha256(json.dumps([self.argv, self.directory]).encode())
-        named = (Path(self.directory, argument) for argument in self.argv[1:])
-        below = _code_files(Path(self.file).parent if self.file else Path(self.directory))
-        for path in filter(os.path.isfile, [*below, *named]):  # editors leave links to nothing; arguments may be long
-            if path.stat().st_size <= MAX_BYTES:
-                digest.update(path.read_bytes())
-        return f"{self.name}-{digest.hexdigest()[:16]}"
+        """A hash of the command, of files that it names, and of code and configuration below the script's directory, as
+        they were when the search or another command began.
+        """
+        return f"{self.name}-{self.files.digest[:16]}"
 
     def check_methods(self, methods: Sequence[Method]) -> None:
         """Raises ConfigurationError for a method with a hook that a script does not call, or one that changes an
@@ -201,23 +217,3 @@ def _script_among(arguments: Sequence[str], directory: str) -> str | None:
     scripts = [argument for argument in arguments if argument.endswith((".py", ".sh"))]
     existing = (script for script in scripts if os.path.isfile(os.path.join(directory, script)))
     return next(existing, next(iter(scripts), None))
-
-
-def _code_files(directory: Path) -> list[Path]:
-    """Files of CODE below a directory.
-
-    None in hidden directories, those of WRITTEN, and those that hold the files of one of MADE_IN.
-    """
-    found: list[Path] = []
-    for root, directories, names in os.walk(directory):
-        directories[:] = sorted(
-            name
-            for name in directories
-            if not name.startswith(".")
-            and name not in WRITTEN
-            and not any(all(os.path.exists(os.path.join(root, name, file)) for file in files) for files in MADE_IN)
-        )
-        found += [Path(root, name) for name in sorted(names) if name.endswith(CODE)]
-        if len(found) >= MAX_FILES:
-            break
-    return found[:MAX_FILES]

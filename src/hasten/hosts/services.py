@@ -38,6 +38,7 @@ class ScriptDescription(ScriptWorker):
 
         ``run_seconds``: of a whole run, which an earlier search has seen and this one waits for.
         """
+        self.script.begin("search")
         site_map = watch_script(self.script, self.deadline, run_seconds)
         varied = _varied(self.script, site_map)
         why = "" if site_map["total_steps"] else _reason_run_is_too_long(site_map)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext, WrapOrder
 from hasten._torch_compat import BatchNorm, inside_backward
-from hasten.utils.blocks import repeated_blocks
+from hasten.utils.blocks import repeated_blocks, state_updated_in_forward
 from hasten.utils.op_recorder import NOT_CHECKED
 
 
@@ -21,6 +21,7 @@ class ActivationCheckpointing(Method):
 
     This costs about a third more arithmetic and saves most of the activation memory, which allows a larger batch or
     model. The recomputation draws the same random numbers (dropout), and batch normalization counts each batch once.
+    Blocks with other state that a forward pass changes, such as spectral normalization, are stored as usual.
     """
 
     card = Card(
@@ -38,9 +39,13 @@ class ActivationCheckpointing(Method):
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        blocks = repeated_blocks(model)
-        if not blocks:
+        found = repeated_blocks(model)
+        blocks = [block for block in found if state_updated_in_forward(block) is None]
+        if not found:
             run.report_no_effect(self, "the model has no sequence of blocks of one type")
+        elif not blocks:
+            state = state_updated_in_forward(found[0])
+            run.report_no_effect(self, f"computing a block twice would update {state} twice")
         for block in blocks:
             block.forward = partial(_checkpointed, block, block.forward)  # survives deepcopy, as bound methods do
         if blocks:

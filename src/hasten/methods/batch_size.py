@@ -73,11 +73,12 @@ class BatchSize(Method):
         if run.plan.steps is None:
             problem = "batch_size:warmup is a fraction of the steps, but the training data has no length"
             raise ConfigurationError(f"{problem}; pass warmup=0")
-        warmup_steps, progress, groups = round(self.warmup * run.plan.steps), run.progress, run.optimizer.param_groups
+        warmup_steps, progress = round(self.warmup * run.plan.steps), run.progress
 
         def step_with_warmup() -> None:
             if progress.step >= warmup_steps:
                 return optimizer_step()
+            groups = run.optimizer.param_groups  # new dictionaries after a checkpoint was loaded
             scheduled = [group["lr"] for group in groups]
             share = (1 + (self.lr_scale - 1) * progress.step / warmup_steps) / self.lr_scale
             for group in groups:

@@ -30,13 +30,23 @@ class ChannelsLast(Method):
     )
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
-        if not any(parameter.ndim == 4 for parameter in model.parameters()):
+        if not _has_image_weights(model):
             return run.report_no_effect(self, "the model has no two-dimensional convolution", model)
         run.observe_effect(self, _observe)
-        return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue,reportUnknownVariableType]
+        # not by Module.to, which refuses three-dimensional convolutions; by ``data``, so that tied tensors stay tied
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.ndim == 4:
+                tensor.data = tensor.data.to(memory_format=torch.channels_last)
+        return model
 
     def batch_transform(self, to_device: BatchFn, run: RunContext) -> BatchFn:
+        if not _has_image_weights(run.model):  # it may flatten images by ``view``, which needs the default format
+            return to_device
         return lambda batch: map_tensors(_to_channels_last, to_device(batch))
+
+
+def _has_image_weights(model: torch.nn.Module) -> bool:
+    return any(parameter.ndim == 4 for parameter in model.parameters())
 
 
 def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from hasten._torch_compat_compile import (
 )
 from hasten.core.errors import format_error
 from hasten.utils.blocks import repeated_blocks
+from hasten.utils.copy_model import copy_model
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # the others record CUDA graphs, which the method cuda_graph does
 COMPILER_VARIABLES = (
@@ -88,8 +89,7 @@ class Compile(Method):
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if self.scope == "model":
             return copy.copy(model)  # shares the parameters; copying a module drops its compiled call
-        tensors = [*model.parameters(), *model.buffers()]
-        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})  # of blocks inside, too
+        return copy_model(model, shared=[*model.parameters(), *model.buffers()])  # of blocks inside, too
 
 
 class GraphRecorder:

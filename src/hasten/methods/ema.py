@@ -1,6 +1,5 @@
 """An exponential moving average of the parameters, which is often as good as a lower learning rate."""
 
-import copy
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +8,9 @@ import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext, StepFn, WrapOrder, option
 from hasten._torch_compat import foreach_copy_, foreach_lerp_, in_place_version
+from hasten.utils.copy_model import copy_model
 from hasten.utils.op_recorder import NOT_CHECKED
+from hasten.utils.optimizers import OptimizerList
 from hasten.utils.tensor_list import TensorList
 
 
@@ -41,11 +42,13 @@ class Ema(Method):
             run.report_no_effect(self, f"the run ends after {run.plan.steps} steps, before the average starts")
             return optimizer_step
         parameters: list[torch.Tensor] = list(run.model.parameters())
-        progress = run.progress
+        progress, optimizers = run.progress, run.optimizer
         average = run.checkpoint_state[self.name] = TensorList(parameter.detach().clone() for parameter in parameters)
 
         def step_and_average() -> None:
             optimizer_step()
+            if isinstance(optimizers, OptimizerList) and not optimizers.is_last:
+                return  # a step is over once every optimizer has updated
             t = progress.step - self.start
             decay = min(self.decay, (1 + t) / (10 + t)) if t >= 0 else 0.0
             with torch.no_grad():
@@ -69,7 +72,7 @@ class Ema(Method):
     def export(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         if self.name not in run.checkpoint_state:
             return model
-        averaged = copy.deepcopy(model)
+        averaged = copy_model(model)
         with torch.no_grad():
             foreach_copy_(list(averaged.parameters()), run.checkpoint_state[self.name])
         return averaged

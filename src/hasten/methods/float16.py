@@ -12,7 +12,7 @@ from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.types import BackwardFn, Batch, ForwardFn, StepFn
 from hasten.utils.autocast import autocast_obstacle
 from hasten.utils.observe_step import observe_precision
-from hasten.utils.optimizers import parameters_outside
+from hasten.utils.optimizers import parameters_outside, sparse_gradients_layer
 
 INITIAL_SCALE, BACKOFF, GROWTH = 2.0**16, 0.5, 2.0
 GROWTH_INTERVAL = 2000  # consecutive steps without overflow until the scale grows
@@ -55,7 +55,10 @@ class Float16(Method):
     scale: str | float = option("dynamic", one_of=("dynamic",), above=0)  # a number is a constant scale
 
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
-        if obstacle := autocast_obstacle(run.model, run.device, torch.float16):
+        obstacle = autocast_obstacle(run.model, run.device, torch.float16)
+        if layer := sparse_gradients_layer(run.model):
+            obstacle = f"the gradients of {layer} are sparse (sparse=True), and an overflow cannot be found in these"
+        if obstacle:
             return run.report_no_effect(self, obstacle, forward)
         on_device = run.parallel is None and skips_overflows(run.optimizer)
         # without it, the hooks below do nothing

@@ -42,7 +42,7 @@ class FusedOptimizer(Method):
             made = make(model)
             optimizer, _ = optimizer_and_schedule(made)
             optimizers = getattr(optimizer, "optimizers", [optimizer])  # several, in an OptimizerList
-            if obstacle := next(filter(None, map(fused_step_obstacle, optimizers)), None):
+            if obstacle := next(filter(None, (fused_step_obstacle(one, model) for one in optimizers)), None):
                 run.report_no_effect(self, obstacle)
             else:
                 for one in optimizers:

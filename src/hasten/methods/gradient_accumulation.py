@@ -8,6 +8,7 @@ import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext, option
 from hasten._torch_compat import BatchNorm
+from hasten.utils.blocks import state_updated_in_forward
 from hasten.utils.op_recorder import NOT_CHECKED
 
 
@@ -37,6 +38,8 @@ class GradientAccumulation(Method):
         if any(isinstance(module, BatchNorm) for module in model.modules()):
             reason = "the model has batch normalization, which would normalize each microbatch separately"
             run.report_no_effect(self, reason)
+        elif state := state_updated_in_forward(model):
+            run.report_no_effect(self, f"each microbatch would update {state}")
         elif run.task.step is not None:
             run.report_no_effect(self, "the task's own step would carry its state from one microbatch to the next")
         elif min(self.accumulation_steps, run.plan.batch_size) < 2:

@@ -8,6 +8,7 @@ import torch
 from hasten import Card, Exactness, Method, NoEffectError, RunContext, StepFn, WrapOrder, option
 from hasten.distributed.dtensor_state import clip_norm
 from hasten.utils.observe_step import observe_gradients
+from hasten.utils.optimizers import sparse_gradients_layer
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class GradientClipping(Method):
 
     def grad_transform(self, grad_transform: StepFn, run: RunContext) -> StepFn:
         parameters = list(run.model.parameters())
+        if layer := sparse_gradients_layer(run.model):
+            reason = f"the gradients of {layer} are sparse (sparse=True), and torch computes no norm of these"
+            return run.report_no_effect(self, reason, grad_transform)
 
         def clip_gradients() -> None:
             grad_transform()

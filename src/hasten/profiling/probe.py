@@ -148,7 +148,7 @@ def facts_of(program: Program) -> frozenset[str]:
     has_samples = source.spec is not None and not isinstance(source.spec.dataset, range)  # numbers hold no data
     optimizers = getattr(run.optimizer, "optimizers", [run.optimizer])  # several, in an OptimizerList
     facts = {
-        "unfused_optimizer": not any(map(fused_step_obstacle, optimizers)),
+        "unfused_optimizer": not any(fused_step_obstacle(one, run.unwrapped_model) for one in optimizers),
         "indexed_samples": has_samples or (run.device.type == "cuda" and source.on_device is not None),
         "workers": source.spec is not None or source.with_workers is not None,
         "multiple_epochs": plan.epochs > 1,

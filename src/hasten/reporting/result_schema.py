@@ -10,6 +10,7 @@ from typing import Annotated, TypedDict
 Number = Annotated[float | None, "a number"]
 Amount = Annotated[float | None, "a number from 0 up"]
 Text = Annotated[str, "a text"]
+Command = Annotated[str, "a command or a path"]  # to be typed: neither shortened nor changed
 Boolean = Annotated[bool | None, "true or false"]
 Option = Annotated[float | bool | str | None, "a number or a text"]
 Fact = Annotated[float | bool | str | None, "a fact"]  # lists and objects are dropped
@@ -339,13 +340,12 @@ class Result(TypedDict, total=False):
 class TuneResult(Result, total=False):
     """Result of ``tune``. Times to the target are in seconds.
 
-    ``command`` is the user's own command, "" for a task. ``evidence`` is the level (of EVIDENCE_LEVELS) of the
-    recommended recipe, "" without one. ``training_measured`` is False where ``training_seconds`` is predicted from
-    steps. ``confirmed_recipes`` holds each recipe of which whole trainings were judged, as often as they were.
-    ``is_partial`` is True while the search is running.
+    ``command`` is the user's own, "" for a task. ``evidence`` is the level of the recommended recipe (EVIDENCE_LEVELS),
+    "" without one. ``training_measured`` is False where ``training_seconds`` is predicted from steps.
+    ``confirmed_recipes``: each one of which whole trainings were judged, as often. ``is_partial``: the search runs on.
     """
 
-    command: Text
+    command: Command
     evidence: Text
     frontier: Sequence[FrontierRecipe]
     training_seconds: TrainingSeconds | None
@@ -356,8 +356,8 @@ class TuneResult(Result, total=False):
     margin_why: Text
     metric: Metric
     recipe: Recipe
-    recipe_file: Text
-    out: Text
+    recipe_file: Command
+    out: Command
     strong_baseline_recipe: Recipe
     speedup: Interval | None
     speedup_over_strong_baseline: Interval | None
@@ -464,7 +464,7 @@ class TrainResult(Result, total=False):
     stopped: Fact
     skipped_rows: Amount
     tuned_settings: Recipe
-    out: Text
+    out: Command
     device: Text
     split: Mapping[str, Amount]
     no_effect: Sequence[Sequence[Text]]
@@ -494,7 +494,7 @@ class QuantizeResult(TypedDict):
     threads: Amount
     validation_samples: Amount
     seconds: Amount
-    out: Text
+    out: Command
     machine: Mapping[str, Fact]
     versions: Mapping[str, Fact]
     system_noise: Mapping[str, Fact]

@@ -294,7 +294,7 @@ def _next_commands(result: Json, won: bool) -> list[RenderableType]:
         parts.append(Text(f"Run directory: {result['out']}; report: {report}", style=DIM))
     if recipe and result["recipe_file"]:
         names = (result["task"], recipe, result["recipe_file"], result["processes"], result["command"])
-        parts.append(Text(formatting.train_command(*names)))
+        parts.append(Text(formatting.train_command(*names), no_wrap=True, overflow="ignore"))
     return [Text(), *parts] if parts else []
 
 

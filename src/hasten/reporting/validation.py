@@ -2,10 +2,11 @@
 
 A file is not trusted: ``validate`` fills in missing keys (None, "", [], {}), drops unknown keys and refuses values of
 the wrong type, so that code which shows a result need not check again. Control characters are removed from texts,
-because a method's name must not move the cursor of a terminal.
+because a method's name must not move the cursor of a terminal. Texts are also shortened, commands and paths are not.
 """
 
 import json
+import unicodedata
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, 
 
 from hasten.core.errors import ConfigurationError
 from hasten.reporting import result_schema as schemas
-from hasten.reporting.result_schema import Amount, Boolean, Fact, Interval, Number, Option, Text
+from hasten.reporting.result_schema import Amount, Boolean, Command, Fact, Interval, Number, Option, Text
 
 SCHEMAS = {
     "tune": schemas.TuneResult,
@@ -104,9 +105,11 @@ def _keys(schema: type) -> dict[str, Any]:
 
 def _coerce_scalar(value: Any, schema: Any, where: str) -> float | bool | str | None:
     if value is None:
-        return "" if schema == Text else None
+        return "" if schema in (Text, Command) else None
     if isinstance(value, str) and schema in (Text, Option, Fact):
         return _clean(value)
+    if isinstance(value, str) and schema == Command:
+        return "".join(letter if _is_shown(letter) else " " for letter in value)
     if isinstance(value, bool) and schema in (Boolean, Option, Fact):
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and schema in (Number, Amount, Option, Fact):
@@ -129,6 +132,11 @@ def _clean(text: str) -> str:
     """The text as one line of printable characters, cut to MAX_TEXT."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def _is_shown(letter: str) -> bool:
+    """Whether a character of a command stays: it is printable, or white space that an argument may hold."""
+    return letter.isprintable() or letter in "\t\n" or unicodedata.category(letter) == "Zs"
 
 
 def _guess_kind(result: dict[str, Any]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,14 +54,34 @@ def scale_learning_rates(optimizer: Any, schedule: Any, factor: float) -> None:
     for group in optimizer.param_groups:
         for key in group.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}:
             group[key] = group[key] * factor
-    for scheduler in (schedule, *chained_schedulers(schedule)):
+    for scheduler in {id(one): one for one in _nested_schedulers(schedule)}.values():  # each once
         for name in ("base_lrs", "max_lrs"):
             if hasattr(scheduler, name):
                 setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
 
 
-def fused_step_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why an optimizer cannot be switched to torch's fused step, in words; None if it can."""
+def _nested_schedulers(schedule: Any) -> Iterator[Any]:
+    """A schedule and, at any depth, the schedulers inside it."""
+    yield schedule
+    for inner in chained_schedulers(schedule):
+        yield from _nested_schedulers(inner)
+
+
+def sparse_gradients_layer(model: torch.nn.Module, parameters: Iterable[torch.Tensor] | None = None) -> str | None:
+    """The name of the first layer with ``sparse=True`` (embeddings) whose weights, trained and among ``parameters`` (of
+    the model, by default), get sparse gradients; None if there is none.
+    """
+    counted = {id(weight) for weight in (model.parameters() if parameters is None else parameters)}
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            weights = module.parameters(recurse=False)
+            if any(weight.requires_grad and id(weight) in counted for weight in weights):
+                return name or type(module).__name__
+    return None
+
+
+def fused_step_obstacle(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None = None) -> str | None:
+    """Why an optimizer (of ``model``) cannot be switched to torch's fused step, in words; None if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in FUSED:  # not isinstance: a subclass may override step
         return f"torch has no fused {name} (only {', '.join(cls.__name__ for cls in FUSED)})"
@@ -76,6 +96,8 @@ def fused_step_obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         return "some parameters are complex, which the fused step does not support"
     if type(optimizer) is torch.optim.Adagrad and any(parameter.device.type != "cpu" for parameter in parameters):
         return "torch has a fused Adagrad for the CPU only"
+    if model is not None and (layer := sparse_gradients_layer(model, parameters)) is not None:
+        return f"the gradients of {layer} are sparse (sparse=True), which the fused step does not support"
     return None
 
 
@@ -140,6 +162,11 @@ class OptimizerList:
     @property
     def state(self) -> dict[Any, Any]:
         return {parameter: values for optimizer in self.optimizers for parameter, values in optimizer.state.items()}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current optimizer is the last one of a training step."""
+        return self.current == len(self.optimizers) - 1
 
     def step(self) -> None:
         """Updates the parameters of the current optimizer."""

@@ -15,7 +15,10 @@ from hasten.utils.typed_arguments import typed_numbers
 
 LENGTH = {"epoch", "epochs", "step", "steps", "iter", "iters", "iteration", "iterations", "updates"}
 _INTERVALS = {"eval", "val", "validation", "log", "logging", "save", "print", "interval", "every", "per"}
-NO_LENGTH = _INTERVALS | {"warmup", "accumulation", "size", "start", "initial", "resume", "patience"}
+_INTERVALS |= {"checkpoint", "checkpointing"}
+_SCHEDULES = {"warmup", "warm", "cooldown", "decay", "lr", "drop", "freeze", "unfreeze", "milestones", "patience"}
+NO_LENGTH = _INTERVALS | _SCHEDULES | {"accumulation", "size", "start", "initial", "resume"}
+_OF_ALL = {"num", "n", "nb", "number", "of", "max", "maximum", "total", "train", "training"}
 
 _calls: list[Callable[[Namespace], None]] = []  # with everything that is parsed or offered
 _parsed: set[str] = set()  # names that the program's own parsers declare
@@ -26,6 +29,11 @@ def names_length(name: str) -> bool:
     """Whether the name of an argument is that of the length of a training, such as ``max_steps``."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     return bool(words & LENGTH) and not words & NO_LENGTH
+
+
+def names_whole_length(name: str) -> bool:
+    """Whether the name says nothing but that: ``epochs``, ``num_train_epochs``, ``max_steps``."""
+    return names_length(name) and set(re.split(r"[^a-z]+", name.lower())) <= LENGTH | _OF_ALL | {""}
 
 
 def after_parsing(call: Callable[[Namespace], None]) -> None:

@@ -1,9 +1,9 @@
 """Imported by Python at its start where hasten put this directory into PYTHONPATH; prepares a training script for
 hasten.
 
-It imports the standard library only, never raises, and does nothing until torch is imported. Then
-``hasten.hosts.inside.session`` takes over, before the script has seen torch. The user's own ``sitecustomize`` still
-runs.
+It imports the standard library only, never raises, and does nothing until torch or a tracker is imported. With torch
+``hasten.hosts.inside.session`` takes over, before the script has seen it; in a trial, ``hasten.hosts.inside.offline``
+keeps trackers offline. The user's own ``sitecustomize`` still runs.
 """
 
 import os
@@ -11,6 +11,10 @@ import sys
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 SESSION = "HASTEN_HOST"  # environment variable: the directory of the session, which hasten made
+TRACKERS = (  # the modules of hasten.hosts.inside.offline.WATCHED
+    *("wandb.sdk.wandb_init", "trackio", "transformers.training_args", "huggingface_hub.hf_api"),
+    *("mlflow.tracking._tracking_service.utils", "mlflow.tracking._model_registry.utils", "mlflow.tracking.client"),
+)
 
 
 def run_users_sitecustomize():
@@ -78,15 +82,16 @@ def start_session(torch):
     the script runs without hasten.
     """
     directory = os.environ[SESSION]
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, ImportFinder)]
+
+    def watch_instead(watchers):
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, ImportFinder)]
+        ImportFinder(watchers)
+
     try:
-        try:
-            import hasten  # noqa: F401
-        except ImportError:  # the script runs in another environment; ours comes last, so that it hides nothing there
-            sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))
+        find_hasten()
         from hasten.hosts.inside import session
 
-        session.start(directory, ImportFinder)
+        session.start(directory, watch_instead)
     except Exception as error:
         try:
             with open(os.path.join(directory, "error"), "w") as file:
@@ -95,10 +100,44 @@ def start_session(torch):
             pass
 
 
+def keep_offline(tracker):
+    """Keeps what a trial passes to a tracker, one of TRACKERS, on this machine. If that fails, the trial ends, and the
+    file ``failure`` holds the reason: the script would write to the user's server.
+    """
+    import json
+
+    directory = os.environ.get(SESSION, "")
+    try:
+        with open(os.path.join(directory, "spec.json")) as file:
+            is_trial = json.load(file)["mode"] == "trial"
+    except (OSError, ValueError, KeyError):  # the session is over, and this process was left behind
+        is_trial = False
+    if not is_trial:
+        return
+    try:
+        find_hasten()
+        from hasten.hosts.inside.offline import WATCHED
+
+        WATCHED[tracker.__name__](tracker)
+    except Exception as error:
+        text = f"cannot keep {tracker.__name__} offline: {type(error).__name__}: {error}; run the script without it"
+        with open(os.path.join(directory, "failure"), "w") as file:
+            json.dump({"text": text, "refused": True}, file)
+        os._exit(2)
+
+
+def find_hasten():
+    """Makes hasten importable where the script runs in another environment; last, so that it hides nothing there."""
+    try:
+        import hasten  # noqa: F401
+    except ImportError:
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))
+
+
 if SESSION in os.environ:
     try:
         open(os.path.join(os.environ[SESSION], "started"), "a").close()
-        ImportFinder({"torch": [start_session]})
+        ImportFinder({"torch": [start_session], **{name: [keep_offline] for name in TRACKERS}})
     except Exception:
         pass
 run_users_sitecustomize()

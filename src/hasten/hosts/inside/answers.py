@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hasten._torch_compat_compile import cached_compile_seconds, compile_seconds
 from hasten.hosts.inside.loaders import batch_size_of
 from hasten.utils.optimizers import fused_step_obstacle
-from hasten.utils.parsed_arguments import names_length
+from hasten.utils.parsed_arguments import names_length, names_whole_length
 from hasten.utils.run_facts import hardware_facts, model_facts
 
 if TYPE_CHECKING:
@@ -95,14 +95,15 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], backwar
         if not isinstance(getattr(loader, "dataset", None), IterableDataset):  # torch warns later of a length asked for
             with suppress(Exception):  # a sampler of the user's
                 lengths.append(len(loader))
+    given = {name: value for name, value in arguments.items() if names_length(name) and type(value) in (int, float)}
+    whole = {name: value for name, value in given.items() if names_whole_length(name)}  # others may be those of a part
     found: list[float] = []
-    for name, value in arguments.items():
-        if names_length(name) and type(value) in (int, float) and value > 0:
-            if "epoch" not in name.lower():
-                found.append(value)
-            elif lengths:
-                found.append(value * max(lengths) / max(1, backwards))
-    return int(max(found)) if found else None
+    for name, value in (whole or given).items():
+        if "epoch" not in name.lower():
+            found.append(value)
+        elif lengths:
+            found.append(value * max(lengths) / max(1, backwards))
+    return int(max(found)) if found and max(found) > 0 else None
 
 
 def _evaluations(session: Session) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class ModelSeam:
         evaluated_seconds: Seconds of all evaluations so far.
         evaluations: (step, seconds) of each evaluation.
         records_gradients: Whether an evaluation recorded gradients.
-        trains_in_eval_mode: Whether a backward pass followed a call in eval mode, which is then no sign of evaluation.
+        trains_in_eval_mode: Whether a call in eval mode gave gradients; that mode is then no sign of evaluation.
     """
 
     def __init__(self, sites: Sites, phases: PhaseTimer, steps: StepSeam, wrap: WrapCall | None = None):
@@ -53,6 +53,7 @@ class ModelSeam:
         self.marks: list[tuple[float, int, int, bool]] = []  # (time, step, bytes printed, an evaluation begins)
         self.began: float | None = None  # of the evaluation that is running
         self.ended = 0.0  # of its last call
+        self.recording: list[nn.Module] = []  # the models that it has called with gradients
         self.on_gpu: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # the same two moments of the GPU's work
         self.device = torch.device("cpu")  # of the model that is evaluated
         self.waits_for_gpu = True  # at the begin and the end of an evaluation, to know its time
@@ -78,8 +79,15 @@ class ModelSeam:
         patch_module_call(self.first_call)
 
     def on_backward(self) -> None:
-        """Called after an outermost backward pass during an evaluation."""
-        self.trains_in_eval_mode, self.began = True, None
+        """Called after an outermost backward pass during an evaluation.
+
+        The training continues: what was evaluated was the teacher of a distillation, or is itself trained in eval mode.
+        """
+        if not any(parameter.grad is not None for model in self.recording for parameter in model.parameters()):
+            return self.end_evaluation()
+        self.trains_in_eval_mode, self.began, self.on_gpu = True, None, None
+        self.recording.clear()
+        self.marks.clear()  # they are those of training steps
 
     def find_uncalled(self) -> None:
         """Adds the models that are trained but were not called as a whole: some parameter has a gradient."""
@@ -158,7 +166,7 @@ class ModelSeam:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not root.training and not self.trains_in_eval_mode:
-                return self._evaluate(call, args, kwargs)
+                return self._evaluate(root, call, args, kwargs)
             if self.began is not None:
                 self.end_evaluation()
             if not phases.running:
@@ -170,10 +178,13 @@ class ModelSeam:
 
         return forward
 
-    def _evaluate(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _evaluate(self, root: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.began is None:
             self.begin_evaluation()
-        self.records_gradients |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.records_gradients = True
+            if all(model is not root for model in self.recording):
+                self.recording.append(root)
         result = call(*args, **kwargs)
         if self.on_gpu:
             self.on_gpu[1].record(torch.cuda.current_stream(self.device))
@@ -212,13 +223,17 @@ class ModelSeam:
             end.synchronize()
             seconds, self.on_gpu = max(seconds, begin.elapsed_time(end) / 1000), None
         self.began = None
+        self.recording.clear()
         self.evaluated_seconds += seconds
         self.evaluations.append((self.steps.count, seconds))
         self._mark(begins=False)
 
     def _mark(self, begins: bool) -> None:
         """Notes how much the script had printed when an evaluation began, or ended: its metric is printed between."""
-        self.marks.append((time.perf_counter(), self.steps.count, os.fstat(STDOUT).st_size, begins))
+        printed = os.fstat(STDOUT).st_size
+        if begins and [mark[2:] for mark in self.marks[-2:]] == [(printed, True), (printed, False)]:
+            del self.marks[-2:]  # of an evaluation without output, such as that of a teacher in each step
+        self.marks.append((time.perf_counter(), self.steps.count, printed, begins))
 
 
 def devices_of(roots: Iterable[nn.Module]) -> list[torch.device]:

@@ -1,15 +1,20 @@
 """Keeps what a trial logs on this machine, where the script's own arguments override the variables of its trackers.
 
 The sandbox sets the variables (``OFFLINE`` in ``sandbox.py``); ``wandb.init(mode="online")`` overrides them.
-``WATCHED`` names the modules; the host calls ``WATCHED[name](module)`` once the script has imported one.
+``WATCHED`` names the modules; ``inject/sitecustomize.py`` calls ``WATCHED[name](module)`` at the end of the import of
+each one, whether torch is imported before or later: no other module has taken its functions by then.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from hasten.hosts.inside.replace import replaces
+from hasten.hosts.inside_files import SESSION
 
-REMOTE = ("http://", "https://", "databricks")  # how the address of an MLflow server begins
+LOCAL_SCHEMES = ("", "file", "sqlite")  # of MLflow's addresses; others are servers, and databases that may be elsewhere
+OF_TRACKIO = ("space_id", "dataset_id", "server_url")  # arguments of ``trackio.init``, and ends of its variables
 COMMITS = ("create_commit", "upload_file", "upload_folder", "upload_large_folder", "delete_file", "delete_folder")
 CHANGES = ("preupload_lfs_files", "create_branch", "create_tag", "delete_repo")  # without an answer
 REPO_TYPES = {"dataset": "datasets/", "space": "spaces/"}  # in a URL; a model has none
@@ -17,22 +22,63 @@ NO_COMMIT = "0" * 40
 
 
 def keep_wandb_offline(module: Any) -> None:
-    """Replaces an online mode in calls of ``wandb.init`` by "offline"; ``module`` is ``wandb.sdk.wandb_init``."""
+    """Makes ``wandb.init`` run in mode "offline", or "disabled"; ``module`` is ``wandb.sdk.wandb_init``.
+
+    The script may ask for another mode by an argument, by ``settings`` or by the variable WANDB_MODE.
+    """
 
     @replaces(module, "init")
     def init(original: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("mode") not in (None, "offline", "disabled"):
-            kwargs["mode"] = "offline"
+        settings = kwargs.get("settings")
+        of_settings = settings.get("mode") if isinstance(settings, dict) else getattr(settings, "mode", None)
+        asked = kwargs.get("mode") or of_settings or os.environ.get("WANDB_MODE")
+        kwargs["mode"] = "disabled" if asked == "disabled" else "offline"
         return original(*args, **kwargs)
 
 
 def keep_mlflow_offline(module: Any) -> None:
-    """Ignores calls that set a server as tracking URI; ``module`` is ``mlflow.tracking._tracking_service.utils``."""
+    """Replaces the address of a server by a local one; ``module`` is ``mlflow.tracking._tracking_service.utils``.
+
+    The script may give it to ``set_tracking_uri`` or set the variable MLFLOW_TRACKING_URI.
+    """
 
     @replaces(module, "set_tracking_uri")
     def set_tracking_uri(original: Any, uri: Any) -> None:
-        if not str(uri).startswith(REMOTE):
+        if not _is_remote(uri):
             original(uri)
+
+    @replaces(module, "get_tracking_uri")
+    def get_tracking_uri(original: Any) -> Any:
+        uri = original()
+        return f"sqlite:///{os.environ.get(SESSION, os.curdir)}/mlflow.db" if _is_remote(uri) else uri
+
+
+def keep_mlflow_registry_offline(module: Any) -> None:
+    """Ignores calls that set a server as model registry; ``module`` is ``mlflow.tracking._model_registry.utils``."""
+    os.environ.pop("MLFLOW_REGISTRY_URI", None)
+
+    @replaces(module, "set_registry_uri")
+    def set_registry_uri(original: Any, uri: Any) -> None:
+        if not _is_remote(uri):
+            original(uri)
+
+
+def keep_mlflow_client_offline(module: Any) -> None:
+    """Removes addresses of servers from the arguments of ``MlflowClient``; ``module`` is ``mlflow.tracking.client``.
+
+    Lightning's ``MLFlowLogger`` passes them directly.
+    """
+
+    @replaces(module.MlflowClient, "__init__")
+    def init(original: Any, *args: Any, **kwargs: Any) -> None:
+        local = {name: None if _is_remote(value) else value for name, value in kwargs.items()}
+        original(*(None if isinstance(value, str) and _is_remote(value) else value for value in args), **local)
+
+
+def _is_remote(uri: Any) -> bool:
+    """Whether an address of MLflow may be that of another machine."""
+    scheme = urlsplit(str(uri)).scheme.partition("+")[0]  # sqlite+pysqlite
+    return scheme not in LOCAL_SCHEMES or str(uri).startswith("databricks")
 
 
 def keep_trackio_offline(module: Any) -> None:
@@ -40,8 +86,9 @@ def keep_trackio_offline(module: Any) -> None:
 
     @replaces(module, "init")
     def init(original: Any, *args: Any, **kwargs: Any) -> Any:
-        local = {name: value for name, value in kwargs.items() if name not in ("space_id", "dataset_id", "server_url")}
-        return original(*args, **local)
+        for name in OF_TRACKIO:
+            os.environ.pop(f"TRACKIO_{name.upper()}", None)
+        return original(*args, **{name: value for name, value in kwargs.items() if name not in OF_TRACKIO})
 
 
 def keep_trainer_offline(module: Any) -> None:
@@ -77,6 +124,8 @@ def keep_hub_offline(module: Any) -> None:
 WATCHED: Mapping[str, Callable[[Any], None]] = {
     "wandb.sdk.wandb_init": keep_wandb_offline,
     "mlflow.tracking._tracking_service.utils": keep_mlflow_offline,
+    "mlflow.tracking._model_registry.utils": keep_mlflow_registry_offline,
+    "mlflow.tracking.client": keep_mlflow_client_offline,
     "trackio": keep_trackio_offline,
     "transformers.training_args": keep_trainer_offline,
     "huggingface_hub.hf_api": keep_hub_offline,

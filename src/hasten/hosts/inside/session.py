@@ -100,7 +100,8 @@ class Session:
             for name, watch in TRACKERS.items():
                 watchers[name].append(self._guarded(partial(watch, report=self._note_logged)))
             for name, watch in OFFLINE.items():
-                watchers[name].append(self._guarded(watch))
+                if name not in sys.modules:  # else the injected file has called it
+                    watchers[name].append(self._guarded(watch))
         return watchers
 
     def _other_main(self, known: str | None) -> str:

@@ -23,7 +23,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
         """Reports to hasten what Lightning does; changes nothing."""
 
         def __init__(self) -> None:
-            self.in_training: set[str] | None = None  # names of the metrics of training
+            self.in_training, self.held_out = set[str](), set[str]()  # names of metrics; the first one that logs counts
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             loop.trainer = trainer
@@ -33,15 +33,16 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
 
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
             if not trainer.sanity_checking:
-                if self.in_training is None:
-                    self.in_training = set(trainer.callback_metrics)
+                # those of a whole epoch come after its validation, so only the next one finds them
+                self.in_training |= trainer.callback_metrics.keys() - self.held_out
                 loop.models.begin_evaluation()
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.sanity_checking:
                 return
             loop.models.end_evaluation(now=True)
-            held_out = [name for name in trainer.callback_metrics if name not in (self.in_training or ())]
+            held_out = [name for name in trainer.callback_metrics if name not in self.in_training]
+            self.held_out.update(held_out)
             for name in held_out:
                 loop.report(name, trainer.callback_metrics[name])
             loop.monitor = _monitor(trainer, held_out)
