@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hasten.core.recipe import Recipe
+from hasten.engine.effects import NO_EFFECT
 from hasten.tuning.budget import Budget
 from hasten.tuning.joint_search import POINTS, Space, add_lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.systems import Incumbents, candidate
@@ -30,6 +31,8 @@ class Simulated:
     shortest: float = 0.15  # length that ends as well as the task, at the best peak
     budget: Budget = field(default_factory=lambda: frozen(1e6))
     seed: int = 0
+    idle: str = ""  # a method without an effect
+    needs: str = ""  # a method without which trainings end worse
     ran: list[tuple[str, int]] = field(default_factory=list)
     trials: list[dict] = field(default_factory=list)
 
@@ -37,10 +40,13 @@ class Simulated:
         if (str(recipe), seed) not in self.ran:
             self.ran.append((str(recipe), seed))
             self.budget.check()
+        if self.idle in recipe.methods:
+            return {"failed": f"{self.idle} {NO_EFFECT}: planted", "trial_seconds": 1.0}
         schedule = recipe.methods.get("budgeted_schedule", {"factor": 1.0, "peak": BEST_PEAK})
         length, off = schedule["factor"], abs(math.log2(schedule["peak"] / BEST_PEAK))
         batch = recipe.methods.get("batch_size", {"factor": 1})["factor"]
         end = METRIC - 0.05 * max(0.0, math.log2(self.shortest * (1 + off) / length)) if recipe else METRIC
+        end -= 0.05 * bool(recipe and self.needs and self.needs not in recipe.methods)
         samples, seconds = int(SAMPLES * length), SECONDS * length / (2 - 1 / batch)
         looks = [
             {"samples": n * samples // 10, "seconds": n * seconds / 10, "metric": end - 0.01 * (10 - n)}
@@ -69,12 +75,12 @@ class Simulated:
         self.trials.append({"what": what, "verdict": verdict, "why": why})
 
 
-def searched(study: Any) -> list[Recipe]:
+def searched(study: Any, items: Any = ITEMS) -> list[Recipe]:
     seeds = [0, 1, 2]
     runs = [study.run(Recipe(), seed) for seed in seeds]
     baseline = Baseline(seeds, runs, TARGET, MARGIN, True, seeds)
     incumbents = Incumbents()
-    search_jointly(study, incumbents, ITEMS, baseline, first_outcome(baseline))
+    search_jointly(study, incumbents, items, baseline, first_outcome(baseline))
     return incumbents.recipes
 
 
@@ -88,6 +94,21 @@ def test_joint_search_finds_a_short_training_near_the_best_peak():
     assert POINTS[0] <= len(first_length) <= POINTS[1]
     longer = {text for text, _ in study.ran if "factor=0.32" in text}
     assert len(longer) == len(first_length) // 2 + 1, "the better half, and one point between the two best"
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_method_that_is_in_or_out_wins_where_trainings_end_better_with_it(is_needed):
+    study = Simulated(shortest=0.3, needs="muon" if is_needed else "")
+    *_, best = searched(study, [*ITEMS, candidate("muon")])
+    trained = {"muon" in text for text, _ in study.ran if text != "baseline"}
+    assert trained == {True, False} and ("muon" in best.methods or not is_needed)
+
+
+def test_method_without_an_effect_leaves_all_points():
+    study = Simulated(shortest=0.3, idle="muon")
+    *_, best = searched(study, [*ITEMS, candidate("muon")])
+    assert best and "muon" not in best.methods
+    assert [trial["verdict"] for trial in study.trials].count("no effect") == 1
 
 
 def test_short_training_that_was_lucky_on_two_seeds_is_refused_by_further_cheap_runs():

@@ -12,6 +12,7 @@ from torch import nn
 from hasten import Card, Exactness, Method, NoEffectError, RunContext, StepFn, WrapOrder, option
 from hasten.utils.op_recorder import NOT_CHECKED
 from hasten.utils.optimizers import OptimizerList
+from hasten.utils.search_range import SearchRange
 from hasten.utils.tensor_list import TensorList
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5, which moves singular values near 1 (Jordan et al.)
@@ -40,6 +41,7 @@ class Muon(Method):
         applies_to={"matrix_weights"},
         requires={"full_weights", "replicated_weights"},
         order=WrapOrder.FIRST,  # whatever skips a step, such as a loss scale, skips this, too
+        search_space={"momentum": SearchRange.switch(0.95)},  # it allows other lengths and learning rates
         trial_priority=1,
     )
 
@@ -142,7 +144,7 @@ def _orthogonalized(stack: torch.Tensor) -> torch.Tensor:
     x = stack.bfloat16() if stack.is_cuda else stack.float()
     is_tall = x.shape[1] > x.shape[2]
     x = x.mT if is_tall else x
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(ITERATIONS):
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -25,7 +25,14 @@ import torch
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.study import Study
-from hasten.tuning.systems import Candidate, Incumbents, add_or_replace, check_verdict, loosest_exactness
+from hasten.tuning.systems import (
+    Candidate,
+    Incumbents,
+    add_or_replace,
+    check_verdict,
+    loosest_exactness,
+    without_effect,
+)
 from hasten.tuning.training import Baseline, Outcome, note_outcome, run_seeds
 from hasten.utils.search_range import SearchRange
 
@@ -53,6 +60,14 @@ class Space:
     def length(self) -> tuple[tuple[str, str], SearchRange] | None:
         """((method, option), range) of the length; None if no method changes it."""
         return next(((key, one) for key, one in self._ranges() if one.is_length), None)
+
+    def shortens(self, best: Outcome, baseline: Baseline) -> bool:
+        """Whether its shortest training is clearly shorter than that of the best recipe so far."""
+        return self.length is not None and self.length[1].low <= _longest(best, baseline)
+
+    def drop(self, *names: str) -> "Space":
+        """Without these methods, whose positions in the points then mean nothing."""
+        return Space([item for item in self.items if item.name not in names])
 
     def sample(self, count: int, seed: int) -> list[Point]:
         """``count`` points: the middle of the space, then scrambled Sobol points; one empty point without axes."""
@@ -104,6 +119,11 @@ class _Trial:
             return -math.inf
         gain = _gain_per_doubling(whole["evaluations"], self.length * whole["samples"], sign)
         return sign * run["metric"] - gain * math.log2(max(run["seconds"], 1e-9))
+
+
+def has_length(item: Candidate) -> bool:
+    """Whether one of its options is the length of the training."""
+    return Space([item]).length is not None
 
 
 def split_joint(candidates: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
@@ -209,8 +229,13 @@ def _halve(
     whole, unchanged = baseline.runs[0], base.methods.keys() - {item.name for item in space.items}
     affordable = FIRST_LENGTH_SHARE * study.budget.left() / max(lengths.low * whole["trial_seconds"], 1.0)
     points = space.sample(min(POINTS[1], max(POINTS[0], int(affordable))), study.seed)
-    # a training that is hardly shorter than the best one is hardly faster
-    length, end, seen = lengths.low, min(lengths.high, LONGEST * best.runs[0]["samples"] / whole["samples"]), []
+    length, end, seen = lengths.low, min(lengths.high, _longest(best, baseline)), []
+
+    def train(recipe: Recipe) -> Outcome:
+        outcome = run_seeds(study, recipe, best, baseline, seen)
+        note_outcome(study, str(recipe.drop(*unchanged)), outcome, best)
+        return outcome
+
     while points and length <= end:
         trials = []
         for point in points:
@@ -218,8 +243,12 @@ def _halve(
             if isinstance(recipe, str):
                 study.note(recipe, "training", "not tried", recipe)
                 continue
-            outcome = run_seeds(study, recipe, best, baseline, seen)
-            note_outcome(study, str(recipe.drop(*unchanged)), outcome, best)
+            outcome = train(recipe)
+            if outcome.verdict == "no effect" and (idle := without_effect(study, recipe)):
+                space, recipe = space.drop(*idle), recipe.drop(*idle)  # for this and all further points
+                if space.length is None:
+                    return
+                outcome = train(recipe)
             if "failed" not in outcome.runs[0]:
                 trials.append(_Trial(point, recipe, length, outcome))
                 if outcome.verdict == "kept":
@@ -231,6 +260,11 @@ def _halve(
         points = [trial.point for trial in better]
         points += [_between(better[0].point, better[1].point)] if len(better) > 1 else []
         length = min(LONGER * length, end)
+
+
+def _longest(best: Outcome, baseline: Baseline) -> float:
+    """The longest length to try: a training that is hardly shorter than the best one is hardly faster."""
+    return LONGEST * best.runs[0]["samples"] / baseline.runs[0]["samples"]
 
 
 def _gain_per_doubling(evaluations: list[dict], samples: float, sign: int) -> float:

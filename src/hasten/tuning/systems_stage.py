@@ -91,8 +91,9 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
             try_unsure_together(study, state.incumbents, quick, samples, screening)
             find_strong_baseline(study, state, samples, screening)
             search_systems(study, state.incumbents, [item for item in exact if item not in quick], samples, screening)
-            state.contributions = leave_one_out(study, state.incumbents, samples)
-            state.ablated = state.incumbents.best
+            if not fits:  # else the whole recipe is measured so, once whole trainings have shown which it is
+                state.contributions = leave_one_out(study, state.incumbents, samples)
+                state.ablated = state.incumbents.best
     with budget.part(1.0):  # a trial may have taken more than the share, and what was found must not be lost
         is_last = not lower and share == 1
         seconds_to_confirm = _all_seconds(study, plan, seconds) if is_last else seconds

@@ -27,7 +27,7 @@ from hasten.tuning.gate import (
     quality_gate,
     resolve_margin,
 )
-from hasten.tuning.joint_search import add_lengthened, search_jointly, shorten, split_joint
+from hasten.tuning.joint_search import Space, add_lengthened, has_length, search_jointly, shorten, split_joint
 from hasten.tuning.largest_batch import largest_batch_compositions
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import PROFILE_SECONDS, Study
@@ -102,13 +102,12 @@ def find_training(study: Study, state: SearchState) -> None:
             found = search_training(study, state.incumbents, methods, baseline, best)
             return found if found is best else shorten(study, state.incumbents, joint, baseline, found)
 
-        # where trainings have become short, what may shorten them further is tried before the longer joint search
-        early = [item for item in others if item.card.trial_priority and best is not first]
-        best = search(early, best)
-        if joint:
+        if Space(joint).shortens(best, baseline):
             found = search_jointly(study, state.incumbents, joint, baseline, best)
             best = found if found is best else shorten(study, state.incumbents, joint, baseline, found)
-        search([item for item in others if item not in early], best)
+        else:
+            others = [*(item for item in joint if not has_length(item)), *others]
+        search(others, best)
         state.contributions = leave_one_out(study, state.incumbents, samples, baseline)
         state.ablated = state.incumbents.best
     state.save()

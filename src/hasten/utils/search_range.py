@@ -16,6 +16,11 @@ class SearchRange:
     no_effect: float | None = None  # value at which the recipe leaves the method out; None: there is none
     is_length: bool = False  # whether the option is the length of the training relative to that of the task
 
+    @staticmethod
+    def switch(value: float) -> "SearchRange":
+        """The value in one half of the range; in the other half the recipe leaves the method out."""
+        return SearchRange(0.5, 1, powers_of_two=True, of=value, no_effect=value / 2)
+
     def at(self, position: float) -> float:
         """The value at a position from 0 (low) to 1 (high) on a logarithmic scale, rounded as by ``times``."""
         return self.times(self.low * (self.high / self.low) ** position)
