@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from hasten import ConfigurationError, RunError, Task
-from hasten.engine.metrics import MetricAccumulator, higher_is_better
+from hasten.engine.metrics import METRICS, MetricAccumulator, higher_is_better
 
 
 def task(metric, **changes):
@@ -154,3 +154,17 @@ def test_accuracy_of_several_labels_is_that_of_each_score():
     assert measured("accuracy", [(scores, labels, 0.1)]).metric == pytest.approx(2 / 3)
     loss = torch.nn.BCEWithLogitsLoss()  # a batch in which each sample happens to have one label
     assert measured("accuracy", [(OF_CLASSES, ONE_HOT, 0.1)], loss=loss).metric == pytest.approx(4 / 9)
+
+
+def test_targets_of_a_hinge_loss_are_signs():
+    scores, target = torch.tensor([2.0, -1.0, 0.3]), torch.tensor([1.0, -1.0, -1.0])
+    loss = torch.nn.functional.soft_margin_loss(scores, target)
+    assert float(METRICS["accuracy"].per_batch(scores, target, loss)) == pytest.approx(2 / 3)
+
+
+def test_several_labels_of_which_each_sample_happens_to_have_one_are_counted_one_by_one():
+    scores, target = torch.tensor([[2.0, 1.0, -3.0]]), torch.tensor([[1.0, 0.0, 0.0]])
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, target)
+    assert float(METRICS["accuracy"].per_batch(scores, target, loss)) == pytest.approx(2 / 3)
+    of_classes = torch.nn.functional.cross_entropy(scores, target)
+    assert float(METRICS["accuracy"].per_batch(scores, target, of_classes)) == 1.0

@@ -8,6 +8,7 @@ from typing import Any
 from hasten.benchmarking.ratio import Ratio, verdict_of
 from hasten.core.recipe import Recipe
 from hasten.engine.effects import NO_EFFECT
+from hasten.engine.tasks import TaskRef
 from hasten.tuning.budget import Budget
 from hasten.tuning.systems import Candidate, Incumbents, candidate, search_systems
 from hasten.tuning.training import Baseline, Outcome, search_training
@@ -48,7 +49,7 @@ class Planted:
     disturbances: list[float] = field(default_factory=list)  # slow-down of the task in each comparison, by others
     spread: float = 0.0005  # standard deviation of the metric, over recipes and seeds
     budget: Budget = field(default_factory=lambda: frozen(1e6))
-    task: str = "planted"
+    task: TaskRef = TaskRef("planted")  # noqa: RUF009  # it is frozen
     device: str = "cpu"
     processes: int = 1
     seed: int = 0

@@ -397,6 +397,8 @@ def test_loss_of_the_training_that_is_printed_in_evaluation_mode_is_not_chosen()
         ),
         (["val acc 98%", "val acc 99%"], [0.98, 0.99], 0.01),
         (["Acc on 9,984 test images: 0.5", "Acc on 10,000 test images: 0.6"], [0.5, 0.6], 0.1),
+        (["val acc 87 samples 10000", "val acc 88 samples 10000"], [87, 88], 1),
+        (["Validation", "  1000 samples", "  acc 0.5", "Validation", "  1000 samples", "  acc 0.6"], [0.5, 0.6], 0.1),
         (["val loss at 900 images/s 0.5, took 3 s", "val loss at 870 images/s 0.4, took 3 s"], [900, 870], 1),
         (["val Top-1: 71.5, Top-5: 90.2", "val Top-1: 72.5, Top-5: 90.4"], [71.5, 72.5], 0.1),
         (["\x1b[32mval_loss\x1b[0m: 0.5 (best 0.4)", "\x1b[32mval_loss\x1b[0m: 0.3 (best 0.3)"], [0.5, 0.3], 0.1),

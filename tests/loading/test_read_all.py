@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import time
 
 import pytest
@@ -19,6 +20,7 @@ SAMPLES = 600
 @pytest.fixture(autouse=True)
 def _however_few(monkeypatch):
     monkeypatch.setattr(module, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_has_children", lambda: False)  # of other tests
 
 
 class Noted(torch.utils.data.Dataset):
@@ -83,6 +85,41 @@ def test_open_connection_leaves_the_dataset_to_one_process(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         assert is_whole(read_all(spec_of(dataset), 2))
     assert dataset.processes() == 0
+
+
+def test_process_with_children_reads_alone(tmp_path, monkeypatch):
+    """A dataset may ask one of them for its samples, by pipes that all processes would share."""
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "MIN_SECONDS", 0.0)
+    dataset = Noted(tmp_path)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        assert is_whole(read_all(spec_of(dataset), 2))
+        child.stdin.close()
+    assert dataset.processes() == 0
+
+
+class InSequence(Noted):
+    """Reads on without a seek where the next sample is asked for."""
+
+    def __init__(self, directory):
+        super().__init__(directory)
+        path = directory.parent / "bytes"
+        path.write_bytes(bytes(index % 251 for index in range(SAMPLES)))
+        self.file, self.next = path.open("rb", buffering=0), 0
+
+    def __getitem__(self, index):
+        if index != self.next:
+            self.file.seek(index)
+        self.next = index + 1
+        return {**super().__getitem__(index), "y": self.file.read(1)[0]}
+
+
+def test_position_of_a_shared_file_is_restored(tmp_path):
+    (tmp_path / "pids").mkdir()
+    dataset = InSequence(tmp_path / "pids")
+    fields = read_all(spec_of(dataset), 2)
+    dataset.file.close()
+    assert dataset.processes() == 2 and torch.equal(fields["y"], torch.arange(SAMPLES) % 251)
 
 
 class Stuck(Noted):

@@ -17,8 +17,9 @@ class Reader(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.position = nn.Embedding(10, 6), nn.Parameter(torch.randn(4, 6))
-        self.hidden, self.filters, self.norm = nn.Linear(6, 8), nn.Conv1d(2, 4, 3), nn.LayerNorm(6)
+        self.hidden, self.filters, self.norm = nn.Linear(6, 8), nn.Conv1d(2, 4, 3), nn.LayerNorm((4, 6))
         self.gate, self.head = nn.Linear(6, 1), nn.Linear(8, 10)
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)  # is not trained, and so not the output layer
 
 
 def test_only_hidden_matrices_are_updated():

@@ -9,6 +9,7 @@ import pytest
 
 from hasten.core.recipe import Recipe
 from hasten.engine.effects import NO_EFFECT
+from hasten.engine.tasks import TaskRef
 from hasten.tuning.budget import Budget
 from hasten.tuning.joint_search import POINTS, Space, add_lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.systems import Incumbents, candidate
@@ -31,6 +32,7 @@ class Simulated:
     shortest: float = 0.15  # length that ends as well as the task, at the best peak
     budget: Budget = field(default_factory=lambda: frozen(1e6))
     seed: int = 0
+    task: TaskRef = TaskRef("simulated")  # noqa: RUF009  # it is frozen
     idle: str = ""  # a method without an effect
     needs: str = ""  # a method without which trainings end worse
     ran: list[tuple[str, int]] = field(default_factory=list)

@@ -6,7 +6,13 @@ import sys
 import pytest
 
 from hasten.utils import parsed_arguments
-from hasten.utils.parsed_arguments import after_parsing, names_length, names_whole_length, offer_arguments
+from hasten.utils.parsed_arguments import (
+    after_parsing,
+    names_length,
+    names_whole_length,
+    offer_arguments,
+    scales_with_length,
+)
 
 
 @pytest.fixture
@@ -102,3 +108,8 @@ def test_length_of_a_part_or_of_an_interval_is_none_of_the_training(name):
 
 def test_name_with_another_word_may_be_that_of_a_part():
     assert names_length("finetune_epochs") and not names_whole_length("finetune_epochs")
+
+
+def test_parts_of_a_schedule_get_shorter_with_the_training():
+    assert all(map(scales_with_length, ("epochs", "max_iters", "lr_decay_iters", "decay_epochs")))
+    assert not any(map(scales_with_length, ("warmup_steps", "log_every_steps", "batch_size")))

@@ -58,15 +58,16 @@ def _accuracy(output: Any, target: torch.Tensor, loss: Any, threshold: float | N
 
     A score for each target is a binary decision: positive if it is above ``threshold``, or where that is None above 0,
     the threshold of a logit, unless ``loss`` shows that it is a probability. Targets that are one-hot, or give each
-    class a probability, are compared by the class with the highest one.
+    class a probability, are compared by the class with the highest one, unless ``loss`` is that of binary decisions.
     """
     scores = logits_of(output)
-    if threshold is None and scores.shape == target.shape and _are_class_probabilities(target):
-        return (scores.argmax(1) == target.argmax(1)).double().mean()
     if scores.ndim == target.ndim or scores.shape[-1] == 1:
-        scores = _reshape_like(scores, target)
-        above: Any = _threshold_by_loss(scores, target, loss) if threshold is None else threshold
-        return ((scores > above) == (target > 0.5)).double().mean()
+        decided = _reshape_like(scores, target)
+        if threshold is None:
+            threshold = _threshold_by_loss(decided, target, loss)
+        if threshold is None and scores.shape == target.shape and _are_class_probabilities(target):
+            return (scores.argmax(1) == target.argmax(1)).double().mean()
+        return ((decided > (threshold or 0.0)) == (target > 0.5)).double().mean()
     in_first, in_last = scores.shape[:1] + scores.shape[2:] == target.shape, scores.shape[:-1] == target.shape
     if in_first and in_last and scores.ndim > 2:
         shape = f"scores of shape {tuple(scores.shape)}, whose second or last dimension may be that of the classes"
@@ -83,15 +84,21 @@ def _are_class_probabilities(target: torch.Tensor) -> bool:
     return bool(((target >= 0).all() & ((target.sum(1) - 1).abs() < 1e-3).all()).item())
 
 
-def _threshold_by_loss(scores: torch.Tensor, target: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """0.5 where ``loss`` is the binary cross-entropy of ``scores``, which are probabilities then; else 0.
+def _threshold_by_loss(scores: torch.Tensor, target: torch.Tensor, loss: torch.Tensor) -> float | None:
+    """0.5 if ``loss`` is the binary cross-entropy of ``scores``, which are probabilities then; 0 if it is that of
+    logits; else None.
 
     By its value, because Task(loss=) is often a function that converts the target first. The scores themselves do not
     show it: logits of a batch may all be between 0 and 1.
     """
-    probabilities = scores.float().nan_to_num(0.5).clamp(0, 1)  # others would be refused
-    cross_entropy = binary_cross_entropy(probabilities, target.float())
-    return 0.5 * torch.isclose(loss.to(cross_entropy), cross_entropy, rtol=1e-3)
+    if not bool(((target >= 0) & (target <= 1)).all().item()):  # such as -1 and 1, of a hinge loss
+        return None
+    logits, target = scores.float().nan_to_num(0.5), target.float()
+    probabilities = logits.clamp(0, 1)  # others would be refused
+    of_probabilities = binary_cross_entropy(probabilities, target)
+    found = torch.stack([of_probabilities, binary_cross_entropy_with_logits(logits, target)])
+    is_half, is_zero = torch.isclose(loss.detach().to(found), found, rtol=1e-3)
+    return 0.5 if bool(is_half) else 0.0 if bool(is_zero) else None
 
 
 def _binary_threshold(loss: Any) -> float | None:

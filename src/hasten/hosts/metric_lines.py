@@ -19,7 +19,7 @@ Line = tuple[float, str, bool]  # seconds, text, printed while the model was in 
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _BAR = re.compile(r"[\u2500-\u259f]+|[=>#.*_-]{3,}")
-_SAMPLES = r"\d[\d,]*\s+(?:[A-Za-z]+\s+){0,2}(?:samples|images|examples)(?![\w/]|\s+per\b)"  # 10000 test images
+_SAMPLES = r"\d[\d,]*\s+(?:[A-Za-z]+\s+){0,2}(?:samples|images|examples)(?![\w/]|\s+(?:per\b|\d))"  # 10000 test images
 _ON_SAMPLES = re.compile(rf"\s*(?:\b(?:on|of|for|over|from|in)\s+(?:(?:the|all)\s+)*)?\b{_SAMPLES}", re.IGNORECASE)
 _NUMBER = re.compile(
     rf"""
@@ -34,8 +34,8 @@ _NUMBER = re.compile(
 _WORD = re.compile(r"(?<![\w./-])[A-Za-z]+(?![\w/-]|\.\w)")  # not a part of an identifier, path or module
 _SEPARATOR = re.compile(r"[|,;:=(){}\[\]\"'*\t<>]|\s-+\s|\s{3,}")
 _MAX_HEADING_WORDS = 4
-_NOT_A_HEADING = {"data", "dataset", "datasets", "loader", "loading", "split", "files", "file", "path"}
-_NOT_A_HEADING |= {"samples", "images", "examples"}
+_NOT_A_HEADING = {"data", "dataset", "datasets", "loader", "loading", "split", "files", "file", "path", "samples"}
+_NOT_A_HEADING |= {"images", "examples"}
 _MAX_NAME_WORDS = 5
 _COUNTED = {"epoch", "step", "iter", "iteration", "episode"}  # a line with such a word begins something new
 
@@ -116,6 +116,8 @@ def _entries(lines: Iterable[Line]) -> Iterator[_Entry]:
     for seconds, raw, evaluating in lines:
         text = _printed(raw)
         numbers = _parse(text)
+        if not numbers and _ON_SAMPLES.search(text):
+            continue  # how many samples follow is no heading
         if not numbers:
             words = words_of(text)
             is_heading = 0 < len(words) <= _MAX_HEADING_WORDS and not _NOT_A_HEADING & set(words)

@@ -1,14 +1,17 @@
 """Reads every sample of a dataset once, into one tensor per field, with a process per core where that is faster.
 
 A dataset that was only ever read in one process may not be ready for several: what it has opened is shared by all. So
-processes are forked only where no connection is open, and what they read is read again, in this process, if one of them
-has moved the position of a file that this one has open, too.
+processes are forked only where no connection is open and no other process was started, and what they read is read
+again, in this process, if one of them has moved the position of a file that this one has open, too.
 """
 
+import fcntl
+import gc
 import math
 import mmap
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import warnings
@@ -18,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import default_collate  # pyright: ignore[reportUnknownVariableType]
 
@@ -50,11 +54,12 @@ def read_all(spec: LoaderSpec, cpus: int = 1) -> Batch:
     seconds = (time.monotonic() - began) * (total - len(first)) / len(first)
     processes = min(cpus, MAX_PROCESSES)
     if processes > 1 and seconds > MIN_SECONDS and _may_fork(spec):
-        fields = empty_fields(samples, total, is_shared=True)
-        if _read_in_processes(spec, range(total), fields, processes, PATIENCE * seconds / processes + PATIENCE_S):
-            wanted = probed(range(total))
-            if holds(fields, dict(zip(wanted, probe_samples(spec, wanted), strict=True))):
-                return fields
+        with suppress(OSError):  # no memory, or no further process
+            fields = empty_fields(samples, total, is_shared=True)
+            if _read_in_processes(spec, range(total), fields, processes, PATIENCE * seconds / processes + PATIENCE_S):
+                wanted = probed(range(total))
+                if holds(fields, dict(zip(wanted, probe_samples(spec, wanted), strict=True))):
+                    return fields
     fields = empty_fields(samples, total)
     write_rows(fields, indices, samples)
     for indices, samples in _chunks(spec, range(len(first), total)):
@@ -133,12 +138,16 @@ def _read_in_processes(spec: LoaderSpec, indices: range, fields: Batch, processe
             if process.is_alive():
                 process.kill()
                 process.join()
-    return all(process.exitcode == 0 for process in forked) and before.items() <= open_positions().items()
+    moved = [descriptor for descriptor, at in before.items() if open_positions().get(descriptor, at) != at]
+    for descriptor in moved:  # for this process, which may read on from where it was
+        os.lseek(descriptor[0], before[descriptor], os.SEEK_SET)
+    return not moved and all(process.exitcode == 0 for process in forked)
 
 
 def _read_part(spec: LoaderSpec, indices: range, fields: Batch, parent: int) -> None:
     """Reads some samples in a forked process, which then ends at once: nothing of the user's is to run in it twice."""
     try:
+        gc.disable()  # it would write to, and so copy, the memory of the parent's objects
         torch.set_num_threads(1)  # the threads of the parent do not exist here
         for part, samples in _chunks(spec, indices):
             if os.getppid() != parent:
@@ -152,25 +161,31 @@ def _read_part(spec: LoaderSpec, indices: range, fields: Batch, parent: int) -> 
 def _may_fork(spec: LoaderSpec) -> bool:
     """Whether forked processes may read a dataset that its owner reads in this one."""
     usual = multiprocessing.get_start_method(allow_none=True) in (None, "fork")
-    return usual and spec.num_workers == 0 and not multiprocessing.current_process().daemon and not _is_connected()
+    handler = signal.getsignal(signal.SIGCHLD)  # another one than torch's may take the end of our processes for its own
+    usual = usual and (handler == signal.SIG_DFL or getattr(handler, "__module__", "").startswith("torch."))
+    is_shared = multiprocessing.current_process().daemon or _has_children() or _is_connected()
+    return usual and spec.num_workers == 0 and not is_shared
 
 
-def open_positions() -> dict[tuple[str, str], str]:
-    """{(descriptor, path): position} of the files that this process has open for reading."""
-    positions: dict[tuple[str, str], str] = {}
+def _has_children() -> bool:
+    """Whether this process has started others: a dataset may exchange requests and answers with one of them."""
+    return bool(psutil.Process().children())
+
+
+def open_positions() -> dict[tuple[int, str], int]:
+    """{(descriptor, path): position in bytes} of the files that this process has open for reading."""
+    positions: dict[tuple[int, str], int] = {}
     for descriptor, target in _descriptors():
         if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
-            with suppress(OSError):  # closed meanwhile
-                text = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
-                info = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-                if int(info["flags"], 8) & os.O_ACCMODE != os.O_WRONLY:
-                    positions[descriptor, target] = info["pos"]
+            with suppress(OSError):  # closed meanwhile, or without a position
+                if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
+                    positions[descriptor, target] = os.lseek(descriptor, 0, os.SEEK_CUR)
     return positions
 
 
 def _is_connected() -> bool:
     """Whether this process has a connection to another program, such as a database, which forked ones would share."""
-    return any(_is_foreign(int(number)) for number, target in _descriptors() if target.startswith("socket:"))
+    return any(_is_foreign(descriptor) for descriptor, target in _descriptors() if target.startswith("socket:"))
 
 
 def _is_foreign(descriptor: int) -> bool:
@@ -184,8 +199,8 @@ def _is_foreign(descriptor: int) -> bool:
     return False
 
 
-def _descriptors() -> Iterator[tuple[str, str]]:
+def _descriptors() -> Iterator[tuple[int, str]]:
     """(number, what it is) of each open file descriptor."""
     for name in os.listdir(DESCRIPTORS):
         with suppress(OSError):  # that of the listing itself is closed
-            yield name, os.readlink(DESCRIPTORS / name)
+            yield int(name), os.readlink(DESCRIPTORS / name)

@@ -19,6 +19,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy
+import psutil
 import torch
 from torch.utils.data import TensorDataset, default_collate  # pyright: ignore[reportUnknownVariableType]
 
@@ -136,7 +137,7 @@ class InMemoryBatches(Method):
     def _stack(self, spec: LoaderSpec, run: RunContext) -> Batch | None:
         """The fields of all samples, in the memory that ``place`` names; None where samples differ from the others."""
         try:
-            fields = stack_samples(spec, run.services.available_cpus())
+            fields = stack_samples(spec, min(run.services.available_cpus(), _affordable_processes(run)))
             return map_tensors(lambda field: field.to(run.device), fields) if self.place == "device" else fields
         except (RunError, RuntimeError, TypeError) as error:  # one sample differs from all others: read them one by one
             return run.report_no_effect(self, f"the samples cannot be stacked: {format_error(error)}", None)
@@ -211,6 +212,11 @@ class InMemoryBatches(Method):
         if self.place == "device" and 2 * gigabytes > torch.cuda.mem_get_info(run.device)[0] / 1e9:
             return f"the samples need {gigabytes:.1f} GB, and the GPU has not twice as much free memory"
         return ""
+
+
+def _affordable_processes(run: RunContext) -> int:
+    """Copies of this process that fit into the free memory, if each comes to own all that it holds."""
+    return int(run.services.free_memory() // psutil.Process().memory_info().rss)
 
 
 def contiguous_tensors(dataset: Any) -> list[torch.Tensor] | None:

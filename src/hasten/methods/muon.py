@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext, StepFn, WrapOrder, option
+from hasten._torch_compat import in_place_version
 from hasten.utils.op_recorder import NOT_CHECKED
 from hasten.utils.optimizers import OptimizerList
 from hasten.utils.search_range import SearchRange
@@ -19,7 +20,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5, which moves 
 ITERATIONS = 5
 AS_ADAM = 0.2  # root mean square of Adam's updates, in units of the learning rate (Liu et al., section 2.2)
 STACKED_NUMBERS = 2**24  # of equal matrices that are updated together: small ones cost more calls than computation
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
+NAMED_LAYERS = ("Linear", "Conv1D")  # of libraries such as PyTorch Geometric and Transformers
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Muon(Method):
     The momentum is Nesterov's, B <- momentum B + (1 - momentum) g. The factor of O gives an update the size of one of
     Adam, so that the learning rates, schedule and weight decay of the task hold, whose optimizer is Adam or AdamW. The
     weights of convolutions count as matrices with a row for each output channel. All other parameters (embeddings, the
-    output layer, biases, normalization) are updated by the task's own optimizer.
+    output layer, biases, normalization, parameters of layers that torch does not know) are updated by the task's own
+    optimizer.
     """
 
     card = Card(
@@ -51,6 +54,8 @@ class Muon(Method):
         if not isinstance(run.optimizer, torch.optim.Adam) or isinstance(run.optimizer, OptimizerList):
             kind = type(run.optimizer).__name__
             return run.report_no_effect(self, f"the optimizer is a {kind}, not Adam or AdamW", optimizer_step)
+        if any(group.get("maximize") for group in run.optimizer.param_groups):
+            return run.report_no_effect(self, "the optimizer maximizes", optimizer_step)
         matrices = hidden_matrices(run.unwrapped_model, run.optimizer)
         if not matrices:
             return run.report_no_effect(self, "the optimizer trains no hidden weight matrix", optimizer_step)
@@ -67,7 +72,7 @@ class Muon(Method):
                     weight.grad = gradient
             self._update(matrices, average, run.optimizer)
 
-        run.observe_effect(self, partial(_observe, matrices, run))
+        run.observe_effect(self, partial(_observe, matrices, run.optimizer))
         return step
 
     @torch.no_grad()
@@ -95,20 +100,19 @@ class Muon(Method):
 
 
 def hidden_matrices(model: nn.Module, optimizer: Any) -> list[nn.Parameter]:
-    """The weights that Muon updates: matrices and convolutions, but those of embeddings and of the output layer."""
-    trained = {weight for group in optimizer.param_groups for weight in group["params"]}
-    layers = [module for module in model.modules() if isinstance(module, (nn.Linear, *CONVOLUTIONS))]
-    left_out = {layer.weight for layer in layers[-1:]}  # the output layer, by the order of registration
-    left_out |= {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
-    filters = {layer.weight for layer in layers if isinstance(layer, CONVOLUTIONS)}
-    return [
-        weight
-        for name, weight in model.named_parameters()
-        if weight in trained - left_out
-        and (weight.ndim == 2 or weight in filters)
-        and min(weight.flatten(1).shape) > 1
-        and not any(word in name.lower() for word in ("embed", "pos"))  # as a bare parameter, such as positions
-    ]
+    """The weights that Muon updates: those of linear, recurrent and attention layers and of convolutions, except for
+    the output layer, which is the last one that is trained, and for weights that an embedding shares.
+    """
+    trained = {weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad}
+    layers: list[list[nn.Parameter]] = []
+    for module in model.modules():
+        if isinstance(module, LAYERS) or type(module).__name__ in NAMED_LAYERS:
+            weights = [weight for weight in module.parameters(recurse=False) if weight.ndim > 1 and weight in trained]
+            layers += [weights] if weights else []
+    left_out = {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
+    left_out.update(layers[-1] if layers else ())
+    found = dict.fromkeys(weight for layer in layers for weight in layer if weight not in left_out)
+    return [weight for weight in found if weight.is_floating_point() and min(weight.flatten(1).shape) > 1]
 
 
 def orthogonalized(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -144,28 +148,26 @@ def _orthogonalized(stack: torch.Tensor) -> torch.Tensor:
     x = stack.bfloat16() if stack.is_cuda else stack.float()
     is_tall = x.shape[1] > x.shape[2]
     x = x.mT if is_tall else x
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    x = x / (x.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
     for _ in range(ITERATIONS):
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if is_tall else x).to(stack.dtype)
 
 
-def _observe(matrices: list[nn.Parameter], run: RunContext) -> Generator[None, None, str]:
-    """Evidence that a step moved the matrices along orthogonal matrices: by their size, as Adam moves none."""
-    before = [weight.detach().clone() for weight in matrices]
-    rates = {weight: float(group["lr"]) for group in run.optimizer.param_groups for weight in group["params"]}
-    decays = {weight: group["weight_decay"] for group in run.optimizer.param_groups for weight in group["params"]}
+def _observe(matrices: list[nn.Parameter], optimizer: Any) -> Generator[None, None, str]:
+    """Evidence that a step moved the matrices, and that Adam did not."""
+
+    def state_of(weight: nn.Parameter) -> tuple[int, float]:
+        steps = optimizer.state.get(weight, {}).get("step", 0.0)  # those of Adam, which may have trained it before
+        return in_place_version(weight), float(steps)
+
+    before = [state_of(weight) for weight in matrices]
     yield
-    done = seen = 0
-    for weight, old in zip(matrices, before, strict=True):
-        rows, columns = old.flatten(1).shape
-        expected = rates[weight] * AS_ADAM * (max(rows, columns) * min(rows, columns)) ** 0.5
-        change = weight.detach() - old * (1 - rates[weight] * decays[weight])
-        seen += bool(change.any())
-        done += expected > 0 and 0.5 < float(change.norm()) / expected < 1.5
-    if not seen:
-        return f"{NOT_CHECKED}: the step changed no weight"
-    if not done:
-        raise NoEffectError(f"none of {len(matrices)} matrices moved along an orthogonal matrix")
-    return f"{done} of {len(matrices)} hidden matrices moved along an orthogonal matrix"
+    after = [state_of(weight) for weight in matrices]
+    moved = sum(new[0] > old[0] and new[1] == old[1] for old, new in zip(before, after, strict=True))
+    if not moved and not any(new > old for old, new in zip(before, after, strict=True)):
+        return f"{NOT_CHECKED}: the step changed none of the {len(matrices)} hidden matrices"
+    if not moved:
+        raise NoEffectError(f"the optimizer itself moved the {len(matrices)} hidden matrices")
+    return f"{moved} of {len(matrices)} hidden matrices moved along an orthogonal matrix"

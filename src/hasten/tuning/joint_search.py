@@ -29,11 +29,9 @@ from hasten.tuning.systems import (
     Candidate,
     Incumbents,
     add_or_replace,
-    check_verdict,
-    loosest_exactness,
     without_effect,
 )
-from hasten.tuning.training import Baseline, Outcome, note_outcome, run_seeds
+from hasten.tuning.training import Baseline, Outcome, changes_something, note_outcome, run_seeds
 from hasten.utils.search_range import SearchRange
 
 POINTS = (4, 12)  # fewest and most of the first length
@@ -143,7 +141,9 @@ def search_jointly(
     """
     space = Space(items)
     base = incumbents.best.drop(*(item.name for item in items))
-    if space.length is None or not _is_effective(study, base, space, space.length[1].low):
+    if space.length is not None:
+        space = _effective(study, base, space, space.length[1].low)
+    if space.length is None:
         return best
     won: list[_Trial] = []
     with suppress(OutOfBudgetError):
@@ -205,21 +205,20 @@ def add_lengthened(recipes: list[Recipe], items: list[Candidate]) -> Recipe | No
     return recipe
 
 
-def _is_effective(study: Study, base: Recipe, space: Space, length: float) -> bool:
-    """Whether the methods, each option in the middle of its range, change the training; notes why if not.
+def _effective(study: Study, base: Recipe, space: Space, length: float) -> Space:
+    """The methods that change the training, each option in the middle of its range; without a length if none does.
 
-    Only methods that the user offers are checked before they train: of the others, whole trainings show it.
+    Checked where it is needed, see ``changes_something``; the trials that fail are noted.
     """
     recipe = space.add_to(base, dict.fromkeys(space.axes(), 0.5), length)
     if isinstance(recipe, str):
         study.note(", ".join(item.name for item in space.items), "training", "not tried", recipe)
-        return False
-    if not any(item.offered for item in space.items):
-        return True
-    check = study.check_exactness(base, recipe, loosest_exactness(recipe))
-    if not check.get("passed"):
-        study.note(str(recipe), "training", *check_verdict(check), seconds=check["trial_seconds"])
-    return bool(check.get("passed"))
+        return Space([])
+    is_needed = study.task.command or any(item.offered for item in space.items)
+    if not is_needed or changes_something(study, base, recipe, str(recipe)):
+        return space
+    idle = without_effect(study, recipe)
+    return _effective(study, base, space.drop(*idle), length) if idle else Space([])
 
 
 def _halve(

@@ -28,6 +28,7 @@ from hasten.tuning.systems import (
     check_verdict,
     conflict_reason,
     failure_verdict,
+    loosest_exactness,
     merge,
     without_effect,
 )
@@ -226,6 +227,8 @@ def try_training_compositions(
     for one in recipes:
         recipe = one.drop(*without_effect(study, one))
         while (merged := merge(incumbents.best, recipe)) != incumbents.best and not conflict_reason(merged):
+            if study.task.command and not changes_something(study, incumbents.best, merged, str(recipe)):
+                break
             outcome = run_seeds(study, merged, best, baseline, [])
             note_outcome(study, str(recipe), outcome, best)
             if outcome.verdict == "kept":
@@ -235,6 +238,18 @@ def try_training_compositions(
                 break
             recipe = able
     return best
+
+
+def changes_something(study: Study, base: Recipe, recipe: Recipe, text: str) -> bool:
+    """Whether a recipe that claims to change the training does so in a few steps; notes the trial ``text`` if not.
+
+    Needed for methods that a user offers, and for scripts. In a whole training in hasten's loop each of its own methods
+    shows its effect, or the training fails.
+    """
+    check = study.check_exactness(base, recipe, loosest_exactness(recipe))
+    if not check.get("passed"):
+        study.note(text, "training", *check_verdict(check), seconds=check["trial_seconds"])
+    return bool(check.get("passed"))
 
 
 def first_outcome(baseline: Baseline, speedup: float = 1.0) -> Outcome:
@@ -266,10 +281,8 @@ def search_training(
             if isinstance(recipe, str):
                 study.note(text, "training", "not tried", recipe)
                 continue
-            if item.offered and not is_checked:  # of the others, the first whole training shows an effect
-                check = study.check_exactness(base, recipe, item.card.exactness)
-                if not check.get("passed"):
-                    study.note(text, "training", *check_verdict(check), seconds=check["trial_seconds"])
+            if (item.offered or study.task.command) and not is_checked:
+                if not changes_something(study, base, recipe, text):
                     break
                 is_checked = True
             outcome = run_seeds(study, recipe, best, baseline, seen, races=True)

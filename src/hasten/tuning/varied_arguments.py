@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hasten.engine.registry import method_class, takes_any_option
 from hasten.tuning.systems import Candidate
-from hasten.utils.parsed_arguments import names_length
+from hasten.utils.parsed_arguments import scales_with_length
 from hasten.utils.search_range import SearchRange
 
 SHORTEST, LONGEST = 0.16, 0.64  # of the user's own length
@@ -37,7 +37,7 @@ def _candidates(item: Candidate, varied: Mapping[str, float]) -> list[Candidate]
 
 def _range(name: str, value: float) -> SearchRange:
     is_integer = isinstance(value, int)
-    if names_length(name):
+    if scales_with_length(name):
         return SearchRange(SHORTEST, LONGEST, of=value, is_integer=is_integer, is_length=True)
     if is_integer:
         return SearchRange(1, 8, powers_of_two=True, of=value, is_integer=True)

@@ -73,7 +73,7 @@ def sparse_gradients_layer(model: torch.nn.Module, parameters: Iterable[torch.Te
     """
     counted = {id(weight) for weight in (model.parameters() if parameters is None else parameters)}
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             weights = module.parameters(recurse=False)
             if any(weight.requires_grad and id(weight) in counted for weight in weights):
                 return name or type(module).__name__

@@ -16,8 +16,8 @@ from hasten.utils.typed_arguments import typed_numbers
 LENGTH = {"epoch", "epochs", "step", "steps", "iter", "iters", "iteration", "iterations", "updates"}
 _INTERVALS = {"eval", "val", "validation", "log", "logging", "save", "print", "interval", "every", "per"}
 _INTERVALS |= {"checkpoint", "checkpointing"}
-_SCHEDULES = {"warmup", "warm", "cooldown", "decay", "lr", "drop", "freeze", "unfreeze", "milestones", "patience"}
-NO_LENGTH = _INTERVALS | _SCHEDULES | {"accumulation", "size", "start", "initial", "resume"}
+_PARTS = {"cooldown", "decay", "lr", "drop", "freeze", "unfreeze", "milestones"}  # get shorter with the training
+NO_LENGTH = _INTERVALS | _PARTS | {"warmup", "warm", "patience", "accumulation", "size", "start", "initial", "resume"}
 _OF_ALL = {"num", "n", "nb", "number", "of", "max", "maximum", "total", "train", "training"}
 
 _calls: list[Callable[[Namespace], None]] = []  # with everything that is parsed or offered
@@ -29,6 +29,12 @@ def names_length(name: str) -> bool:
     """Whether the name of an argument is that of the length of a training, such as ``max_steps``."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     return bool(words & LENGTH) and not words & NO_LENGTH
+
+
+def scales_with_length(name: str) -> bool:
+    """Whether an argument is the length of the training or of a part of its schedule, such as ``lr_decay_iters``."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return bool(words & LENGTH) and not words & (NO_LENGTH - _PARTS)
 
 
 def names_whole_length(name: str) -> bool:

@@ -205,7 +205,7 @@ def nesting_of(columns: Any, indices: Iterator[int] | None = None) -> Any:
     """
     indices = count() if indices is None else indices
     if isinstance(columns, Mapping):
-        if odd := [key for key in columns if type(key) not in JSON_KEYS]:
+        if odd := [key for key in columns if not isinstance(key, JSON_KEYS)]:
             problem = f"a cache on disk cannot store samples with the key {odd[0]!r:.80}"
             raise ConfigurationError(f"{problem}; use strings as keys, or .cache('memory')")
         return {"keys": list(columns), "parts": [nesting_of(part, indices) for part in columns.values()]}

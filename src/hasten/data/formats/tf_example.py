@@ -105,15 +105,20 @@ def infer_features(
     ``wanted`` is ``features=`` of ``tfrecord``. The target comes last, and is read even if ``wanted`` does not name it.
     ConfigurationError if no message has such a feature, or its kind differs between messages.
     """
-    known = sorted({name for sample in samples for name in sample})
-    names = [name for name in (known if wanted is None else wanted) if name != target]
+    kinds_of: dict[str, set[str]] = {}
+    for sample in samples:
+        for name, (kind, _) in sample.items():
+            kinds_of.setdefault(name, set()).update([kind] if kind else [])
+    known = sorted(kinds_of)
+    holding = [name for name in known if kinds_of[name]]  # a feature that is always empty has no type
+    names = [name for name in (holding if wanted is None else wanted) if name != target]
     if target in known:
         names.append(target)
     features = []
     for name in names:
         if name not in known:
             raise ConfigurationError(f"there is no feature {name!r}{suggest(name, known)}")
-        kinds = sorted({kind for sample in samples if (kind := sample.get(name, (None, 0))[0])})
+        kinds = sorted(kinds_of[name])
         if len(kinds) != 1:
             found = "of different types in the records: " + " and ".join(kinds) if kinds else "empty in all records"
             raise ConfigurationError(f"feature {name!r} is {found}; name only others in features=")

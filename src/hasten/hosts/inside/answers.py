@@ -95,7 +95,8 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], backwar
         if not isinstance(getattr(loader, "dataset", None), IterableDataset):  # torch warns later of a length asked for
             with suppress(Exception):  # a sampler of the user's
                 lengths.append(len(loader))
-    given = {name: value for name, value in arguments.items() if names_length(name) and type(value) in (int, float)}
+    numbers = {name: value for name, value in arguments.items() if type(value) in (int, float) and value > 0}
+    given = {name: value for name, value in numbers.items() if names_length(name)}
     whole = {name: value for name, value in given.items() if names_whole_length(name)}  # others may be those of a part
     found: list[float] = []
     for name, value in (whole or given).items():
@@ -103,7 +104,7 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], backwar
             found.append(value)
         elif lengths:
             found.append(value * max(lengths) / max(1, backwards))
-    return int(max(found)) if found and max(found) > 0 else None
+    return int(max(found)) if found else None
 
 
 def _evaluations(session: Session) -> dict[str, Any]:

@@ -87,7 +87,8 @@ class ModelSeam:
             return self.end_evaluation()
         self.trains_in_eval_mode, self.began, self.on_gpu = True, None, None
         self.recording.clear()
-        self.marks.clear()  # they are those of training steps
+        if self.marks and self.marks[-1][-1]:
+            self.marks.pop()  # of what was no evaluation
 
     def find_uncalled(self) -> None:
         """Adds the models that are trained but were not called as a whole: some parameter has a gradient."""

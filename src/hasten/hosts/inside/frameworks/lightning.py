@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hasten.hosts.inside.replace import replaces
+from hasten.hosts.metric_names import phase_of, words_of
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.frameworks import FrameworkLoop
@@ -34,8 +35,11 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
             if not trainer.sanity_checking:
                 # those of a whole epoch come after its validation, so only the next one finds them
-                self.in_training |= trainer.callback_metrics.keys() - self.held_out
+                self.in_training |= {name for name in trainer.callback_metrics if not self._is_held_out(name)}
                 loop.models.begin_evaluation()
+
+        def _is_held_out(self, name: str) -> bool:
+            return name in self.held_out or phase_of(words_of(name)) in ("validation", "test")
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.sanity_checking:
