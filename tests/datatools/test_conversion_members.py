@@ -5,7 +5,7 @@ import tarfile
 import numpy
 import pytest
 
-from hasten import ConfigurationError, RunError
+from hasten import ConfigurationError, HastenWarning, RunError
 from hasten.data import convert, inspect, webdataset
 from helpers.storages import read_all
 from helpers.tar_files import pack, png
@@ -58,8 +58,8 @@ def test_convert_images_that_would_become_one_are_refused(tmp_path, members):
 
 
 def test_convert_to_rows_names_a_column_that_samples_lack(tmp_path):
-    data = shards(tmp_path / "in.tar", {"mask.png": [1, 2], "png": range(3)})
-    problem = r"1 of 3 samples, the first is 0000, have no file \.mask\.png, and the matrix of column 'mask.png'"
+    data = shards(tmp_path / "in.tar", {"mask.png": [0, 1], "png": range(3)})
+    problem = r"1 of 3 samples, the first is 0002, have no file \.mask\.png, and the matrix of column 'mask.png'"
     with pytest.raises(ConfigurationError, match=rf"{problem}.*; .*--max-bad-rows 1"):
         convert(data, tmp_path / "out", to="rows", resize=8)
     assert not (tmp_path / "out").exists()
@@ -69,6 +69,13 @@ def test_convert_to_rows_names_a_column_that_samples_lack(tmp_path):
     with pytest.raises(RunError, match=r"it has no file that ends in \.mask\.png; it is bad row number 2"):
         rare = shards(tmp_path / "rare.tar", {"png": range(3), "mask.png": [0]})
         convert(rare, tmp_path / "none", to="rows", resize=8, max_bad_rows=1)
+
+
+def test_convert_to_rows_says_which_members_are_no_column(tmp_path):
+    data = shards(tmp_path / "in.tar", {"png": range(3), "txt": [1], "mask.png": [2]})
+    with pytest.warns(HastenWarning, match=r"the first sample has no \.mask\.png, \.txt: .* so these are left out"):
+        result = convert(data, tmp_path / "out", to="rows", resize=8)
+    assert result["rows"] == 3 and sorted(result["files"]) == ["cls.npy", "png.npy"]
 
 
 def test_inspect_measures_what_the_first_sample_has(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import hasten
 from hasten.cli.main import _code_and_message
 from hasten.hosts import script_files, site_map
-from hasten.hosts.arm import ScriptArm, ScriptProbe
+from hasten.hosts.arm import ScriptArm
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_files import MAX_OF_CODE, ScriptChangedError, code_files
 from hasten.hosts.script_ref import ScriptRef
@@ -70,20 +70,20 @@ def test_log_that_the_command_names_may_change(tmp_path):
 
 
 def test_next_command_of_the_same_reference_takes_the_files_as_they_are_then(script, tmp_path):
-    """As in a notebook: diagnose, edit, diagnose again."""
+    """As in a notebook: tune, edit, compare, edit, diagnose."""
     script.begin("search")
     before = script.fingerprint()
-    ScriptProbe(script, methods={})
     (tmp_path / "train.py").write_text("import torch  # faster")
-    ScriptProbe(script, methods={})
+    script.begin("command")
     assert script.fingerprint() == before, "a diagnosis in a search is a part of it"
     with pytest.raises(ScriptChangedError):
         script.check_unchanged()
-    ScriptProbe(script, methods={})
+    script.end()
+    script.begin("command")
     script.check_unchanged()
     between = script.fingerprint()
     (tmp_path / "train.py").write_text("import torch  # fastest")
-    ScriptProbe(script, methods={})
+    script.begin("command")
     script.check_unchanged()
     assert len({before, between, script.fingerprint()}) == 3
 

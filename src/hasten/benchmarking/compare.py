@@ -129,6 +129,7 @@ def compare(
     """
     reset_shown_warnings()
     ref, seconds = TaskRef.of(task), parse_budget(budget)
+    ref.begin("command")
     recipes = Recipe.coerce(a), Recipe.coerce(b)
     if processes > 1:
         with mark_warnings_shown():

@@ -98,7 +98,7 @@ def convert(
     files, skipped_files = select_openable(kind, files, max_bad_rows or 0)
     where = plain(path) if kind.name == "images" and is_directory else files
     faults = BadRowPolicy((max_bad_rows or 0) - len(skipped_files))
-    reader = RowReader(kind, where, files, target, fill, resize, faults=faults, every_member=True)
+    reader = RowReader(kind, where, files, target, fill, resize, faults=faults, every_member=to == "webdataset")
     size = sum(size for _, size, _ in reader.signatures())
     plan = ShardPlan(reader, directory, _num_parts(reader, shards, size))
     reader.check_members(to)

@@ -5,6 +5,7 @@
 """
 
 import io
+import warnings
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.data.formats.decoding import PIXELS, decode_image, decode_images, size_of
 from hasten.data.formats.images import content_of
 from hasten.data.formats.webdataset import IMAGE_TYPES
@@ -119,12 +120,19 @@ class RowReader:
 
     def check_members(self, to: str) -> None:
         """ConfigurationError if samples of tar shards would lose a member in format ``to``: in "webdataset" if two
-        images become one, in "rows" if a sample that may not be skipped lacks a column.
+        images become one, in "rows" if a sample that may not be skipped lacks a column. HastenWarning if it is one that
+        the first sample lacks, which is no column.
         """
         if self.kind.name == to == "webdataset":
             _check_distinct_images(self.source.columns)
-        elif self.kind.name == "webdataset" and not self.faults.max_rows:
-            _check_every_column(self.source)
+        elif self.kind.name == "webdataset":
+            if left_out := ", ".join(f".{name}" for name in self.source.left_out):
+                message = (
+                    f"the first sample has no {left_out}: a matrix needs one of each sample, so these are left out"
+                )
+                warnings.warn(message, HastenWarning, stacklevel=2)
+            if not self.faults.max_rows:
+                _check_every_column(self.source)
 
     def _named(self, columns: Any) -> dict[str, Any]:
         flat = flatten_columns(columns, self.kind, self.target)

@@ -75,6 +75,12 @@ class TaskRef:
         kinds = "a workload's name, path/to/file.py:function, a hasten.Task or a function that returns one"
         raise ConfigurationError(f"a task is {kinds}, not {type(task).__name__}; for a command, see hasten.script")
 
+    def begin(self, command: str) -> None:
+        """Called when a "search" or another "command" with this task begins: a script notes its files then."""
+
+    def end(self) -> None:
+        """Called when a search has ended."""
+
     def load(self) -> Task:
         """The task, under the name of the reference; ConfigurationError if its file or function fails or gives none."""
         if isinstance(self.obj, Task):

@@ -299,7 +299,6 @@ class ScriptProbe(ScriptArm):
         # the phases are timed at the seams: the methods that time or disable them are the engine's
         own = {name: options for name, options in methods.items() if not name.startswith("hasten.profiling")}
         super().__init__(script, methods=own, **arguments)
-        script.begin("command")  # a diagnosis; one in a search is a part of that
         self.step, self.seen = 1.0, dict[str, Any]()
 
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:

@@ -43,11 +43,10 @@ class ScriptFiles:
 
     Attributes:
         digest: A hash of the command and of the content of the files.
-        are_outdated: Whether a change was reported; the command that it was reported to has ended.
     """
 
     def __init__(self, directory: Path, argv: Sequence[str], cwd: str, began: str):
-        self.began, self.are_outdated = began, False
+        self.began = began
         self.known: dict[Path, tuple[_State, bytes]] = {}
         digest = hashlib.sha256(json.dumps([list(argv), cwd]).encode())
         for path in dict.fromkeys([*code_files(directory), *(Path(cwd, argument) for argument in argv[1:])]):

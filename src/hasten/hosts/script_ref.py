@@ -119,15 +119,15 @@ class ScriptRef(TaskRef):
         """Reads the files of the script for a "search" or another "command" that begins; a part of a search keeps those
         of the search.
         """
-        if command == "search" or self.files.began != "search" or self.files.are_outdated:
+        if command == "search" or self.files.began != "search":
             vars(self)["files"] = self._read_files(command)
 
+    def end(self) -> None:
+        self.files.began = "command"
+
     def check_unchanged(self) -> None:
-        """Raises ScriptChangedError, once, if the files of the script are not those with which the command began."""
-        if self.files.are_outdated:  # another command, since nothing continues after that error
-            self.begin("command")
+        """Raises ScriptChangedError if the files of the script are not those with which the command began."""
         if (path := self.files.changed()) is not None:
-            self.files.are_outdated = True
             name = os.path.relpath(path, self.directory)
             raise ScriptChangedError(f"{name} has changed since the {self.files.began} began; start it again")
 

@@ -70,6 +70,7 @@ def diagnose(
         RunError: the task could not run.
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
+    task.begin("command")  # unless it is a part of a search
     task.check_recipe(recipe)
     if ops:
         check_lower_precision(recipe)

@@ -191,6 +191,8 @@ def tune(
     except BaseException:
         save()
         raise
+    finally:
+        task.end()
     return save(is_partial=False)
 
 

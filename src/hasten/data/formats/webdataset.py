@@ -93,9 +93,9 @@ class Shards(IndexedFiles, Source):
         self.keys = [*chain.from_iterable(keys)]  # the common part of the names of each sample's files
         samples = [index for _, index, _ in indices]
         self.columns, self.target = _select_columns(samples, columns, target), target
-        for extension in sorted(_extensions(samples)) if every_member else ():
-            if _column_of(extension, self.columns) is None:
-                self.columns.append(extension)
+        self.left_out = [name for name in sorted(_extensions(samples)) if _column_of(name, self.columns) is None]
+        if every_member:
+            self.columns, self.left_out = [*self.columns, *self.left_out], []
         # extension -> (begin, end) of each row's file in its shard, int64, shape (rows, 2); -1 if missing
         self.positions = self._find_positions(samples, every_member)
         # of the arrays of a column; None: they differ
