@@ -5,8 +5,8 @@
 """
 
 import io
-import warnings
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache

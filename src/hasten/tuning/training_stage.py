@@ -70,7 +70,7 @@ def find_training(study: Study, state: SearchState) -> None:
     exact = finding.recommended(state.findings, PRECISION)
     study.horizon = _horizon(study, state, items, exact.speedup.median if exact else 1.0)
     if not study.horizon:
-        return
+        return _measure_shares(study, state, exact)
     is_whole = study.horizon >= 1
     state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
     try:
@@ -80,7 +80,8 @@ def find_training(study: Study, state: SearchState) -> None:
     except RunError as error:
         if not state.findings:
             raise
-        return study.note("baseline", "baseline", "failed", str(error))  # exact recipes need no metric
+        study.note("baseline", "baseline", "failed", str(error))
+        return _measure_shares(study, state, exact)  # exact recipes need no metric
     state.save()
     if is_whole and exact and exact.evidence == PRECISION and not _keeps_quality(study, state, baseline, exact):
         exact = finding.recommended(state.findings, EXACT)
@@ -122,6 +123,12 @@ def find_training(study: Study, state: SearchState) -> None:
     recipes = [recipe for recipe in recipes if recipe not in known]
     first = longer if longer in recipes and not _is_provable(study, recipes[-1], baseline) else None
     _confirm(study, state, baseline, recipes, is_whole, first)
+
+
+def _measure_shares(study: Study, state: SearchState, exact: Finding | None) -> None:
+    """Measures what each method of the exact recipe contributes, where no recipe follows that is taken apart."""
+    if exact and state.ablated != exact.recipe:
+        state.ablated, state.contributions = exact.recipe, contributions(study, exact.recipe, state.samples)
 
 
 def _keeps_quality(study: Study, state: SearchState, baseline: Baseline, found: Finding) -> bool:
