@@ -153,6 +153,14 @@ def test_ablation_keeps_members_that_end_better_only():
     assert incumbents.best == recipe
 
 
+def test_share_of_the_length_of_a_training_is_known_without_the_whole_training():
+    length = "budgeted_schedule:factor=0.5"
+    study, recipe = Planted(faster={threads(2): 1.5}, samples={length: 0.5}), Recipe.coerce(f"{threads(2)} + {length}")
+    rows = leave_one_out(study, Incumbents([Recipe(), recipe]), SAMPLES, baseline_of(study))
+    share = {row["method"]: row["speedup"] for row in rows}["budgeted_schedule"]
+    assert share["low"] > 1 and not [what for what in study.kinds("run") if what.startswith(f"{threads(2)},")]
+
+
 def test_ablation_keeps_members_that_gain_by_step_time_only():
     """As DiLoCo does: equally many samples, a slightly worse final metric, and much faster steps."""
     recipe = Recipe.coerce(f"{threads(2)} + {clipping(1)}")

@@ -9,6 +9,7 @@ from hasten.benchmarking.measurement import NARROW
 from hasten.benchmarking.ratio import UNSURE
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
+from hasten.engine.registry import method_class
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import surest
 from hasten.tuning.study import EXACT, Study, changes_training, exactness_of
@@ -23,6 +24,7 @@ from hasten.tuning.systems import (
 )
 from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
 from hasten.tuning.training import FEWER_SAMPLES, Baseline, seconds_of
+from hasten.utils.search_range import SearchRange
 
 MIN_SEEDS, LONGEST = 2, 3.0  # seeds that decide; a recipe without the member is stopped after so many times its seconds
 
@@ -85,7 +87,7 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
     without = recipe.drop(name)
     counts, equal_samples = Counts([], []), None
     if exactness_of(name) is Exactness.CHANGES_TRAINING:
-        counts, equal_samples = _samples_on_seeds(study, recipe, without, baseline.seeds if baseline else [study.seed])
+        counts, equal_samples = _samples_on_seeds(study, recipe, without, baseline)
         if not counts.tuned:
             return None
     elif changes_training(recipe):
@@ -105,14 +107,26 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
     return ratio.to_json() if has_interval else {"median": ratio.median, "low": None, "high": None}
 
 
-def _samples_on_seeds(study: Study, recipe: Recipe, without: Recipe, seeds: list[int]) -> tuple[Counts, float | None]:
+def _sets_length(name: str) -> bool:
+    ranges = method_class(name).card.search_space.values()
+    return any(isinstance(one, SearchRange) and one.is_length for one in ranges)
+
+
+def _samples_on_seeds(
+    study: Study, recipe: Recipe, without: Recipe, baseline: Baseline | None
+) -> tuple[Counts, float | None]:
     """(training samples without the method (``baseline``) and with it (``tuned``), a row per seed; mean of whole runs).
 
-    The rows count samples to the target if both recipes train equally many in all (within 1 %), or if the run without
-    the method was stopped: after LONGEST times the seconds of the other one. Else they count the whole runs. The second
-    result is None unless both train equally many on every seed.
+    Of a method that only sets the length, the samples without it are those of the task's own training, which is not
+    repeated. The rows count samples to the target if both recipes train equally many in all (within 1 %), or if the run
+    without the method was stopped: after LONGEST times the seconds of the other one. Else they count the whole runs.
+    The second result is None unless both train equally many on every seed.
     """
-    counts, equal = Counts([], []), list[float]()
+    counts, equal, seeds = Counts([], []), list[float](), baseline.seeds if baseline else [study.seed]
+    (name,) = recipe.methods.keys() - without.methods.keys()
+    if baseline and _sets_length(name) and "failed" not in (full := study.run(recipe, seeds[0])):
+        both = baseline.runs[0]["samples"], full["samples"]
+        return Counts(*([(samples, 0)] * MIN_SEEDS for samples in both)), None
     for seed in seeds:
         try:
             full = study.run(recipe, seed)
