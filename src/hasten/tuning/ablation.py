@@ -125,8 +125,8 @@ def _samples_on_seeds(
     counts, equal, seeds = Counts([], []), list[float](), baseline.seeds if baseline else [study.seed]
     (name,) = recipe.methods.keys() - without.methods.keys()
     if baseline and _sets_length(name) and "failed" not in (full := study.run(recipe, seeds[0])):
-        both = baseline.runs[0]["samples"], full["samples"]
-        return Counts(*([(samples, 0)] * MIN_SEEDS for samples in both)), None
+        whole, shorter = baseline.runs[0]["samples"], full["samples"]
+        return Counts([(whole, 0)] * MIN_SEEDS, [(shorter, 0)] * MIN_SEEDS), None
     for seed in seeds:
         try:
             full = study.run(recipe, seed)
