@@ -74,7 +74,7 @@ def final_metrics(
     of_baseline, of_tuned = (
         sign * fmean([arm[seed] - end[seed] for seed in arm] or [0.0]) for arm, end in zip(last, ends, strict=True)
     )
-    # what an original loses at its end speaks for it: the mean is the stricter measure then
+    # where an original gets worse at its end, the mean favors it and is the stricter measure
     is_flat = of_baseline <= FLAT * margin and abs(of_tuned) <= FLAT * margin  # false if one is not finite
     return ends if is_flat else last
 
