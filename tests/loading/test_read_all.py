@@ -65,16 +65,29 @@ class FromOneFile(Noted):
         super().__init__(directory)
         path = directory.parent / "rows"
         path.write_bytes(bytes(index % 251 for index in range(SAMPLES)))
-        self.file = path.open("rb", buffering=0)
+        self.file, self.next = path.open("rb", buffering=0), 0
 
     def __getitem__(self, index):
-        self.file.seek(index)
+        self.seek(index)
         return {**super().__getitem__(index), "y": self.file.read(1)[0]}
 
+    def seek(self, index):
+        self.file.seek(index)
 
-def test_samples_of_a_shared_file_are_read_again_in_one_process(tmp_path):
+
+class InSequence(FromOneFile):
+    """Reads on without a seek where the next sample is asked for: the position has to be what this process left."""
+
+    def seek(self, index):
+        if index != self.next:
+            super().seek(index)
+        self.next = index + 1
+
+
+@pytest.mark.parametrize("kind", [FromOneFile, InSequence])
+def test_samples_of_a_shared_file_are_read_again_in_one_process(kind, tmp_path):
     (tmp_path / "pids").mkdir()
-    dataset = FromOneFile(tmp_path / "pids")
+    dataset = kind(tmp_path / "pids")
     fields = read_all(spec_of(dataset), 2)
     dataset.file.close()
     assert dataset.processes() == 2 and torch.equal(fields["y"], torch.arange(SAMPLES) % 251)
@@ -96,30 +109,6 @@ def test_process_with_children_reads_alone(tmp_path, monkeypatch):
         assert is_whole(read_all(spec_of(dataset), 2))
         child.stdin.close()
     assert dataset.processes() == 0
-
-
-class InSequence(Noted):
-    """Reads on without a seek where the next sample is asked for."""
-
-    def __init__(self, directory):
-        super().__init__(directory)
-        path = directory.parent / "bytes"
-        path.write_bytes(bytes(index % 251 for index in range(SAMPLES)))
-        self.file, self.next = path.open("rb", buffering=0), 0
-
-    def __getitem__(self, index):
-        if index != self.next:
-            self.file.seek(index)
-        self.next = index + 1
-        return {**super().__getitem__(index), "y": self.file.read(1)[0]}
-
-
-def test_position_of_a_shared_file_is_restored(tmp_path):
-    (tmp_path / "pids").mkdir()
-    dataset = InSequence(tmp_path / "pids")
-    fields = read_all(spec_of(dataset), 2)
-    dataset.file.close()
-    assert dataset.processes() == 2 and torch.equal(fields["y"], torch.arange(SAMPLES) % 251)
 
 
 class Stuck(Noted):
