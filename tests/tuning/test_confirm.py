@@ -405,13 +405,24 @@ def test_budget_that_would_prove_a_script_pays_for_a_watched_run_of_it():
 
 def test_recipe_that_seems_easier_to_prove_goes_first_with_the_largest_part_of_the_error():
     study = PlantedTrainings({"baseline": 0.9, str(FAST): 0.91, str(FASTER): 0.9}, spread=0.004)
-    attempts = confirm(study, [FAST, FASTER], baseline_of(), 5.0, first=FAST)
+    attempts = confirm(study, [FAST, FASTER], baseline_of(), 5.0, first=[FAST])
     by_recipe = {str(each.recipe): each for each in attempts}
     assert by_recipe[str(FAST)].confidence < by_recipe[str(FASTER)].confidence
     assert study.seeds_of(FASTER) and study.ran.index((str(FAST), fresh_seeds(0, 1)[0])) < min(
         index for index, (name, _) in enumerate(study.ran) if name == str(FASTER)
     )
     assert attempts[0].recipe == FASTER and attempts[0].passed, "the faster one is tried, too, and wins"
+
+
+def test_recipes_to_look_at_first_have_an_order():
+    slow = Recipe({"ema": {"decay": 0.7}})
+    cost = {"baseline": 10.0, str(slow): 6.0, str(FAST): 5.0, str(FASTER): 2.0}
+    for metric, tried in ((0.9, [FAST, FASTER]), (0.86, [FAST, slow, FASTER])):
+        metrics = {"baseline": 0.9, str(slow): 0.9, str(FAST): metric, str(FASTER): 0.86}
+        study = PlantedTrainings(metrics, cost=cost)
+        confirm(study, [slow, FAST, FASTER], baseline_of(), 5.0, first=[FAST, slow])
+        names = [name for name, seed in study.ran if seed < FIRST_FURTHER_SEED and name != "baseline"]
+        assert list(dict.fromkeys(names)) == [str(recipe) for recipe in tried]
 
 
 @pytest.mark.parametrize(("slowdowns", "is_proven"), [([1.0], True), ([4.0, 1.1], True), ([4.0, 4.0], False)])

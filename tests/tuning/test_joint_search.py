@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hasten.tuning.budget import Budget
 from hasten.tuning.joint_search import POINTS, Space, add_lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.systems import Incumbents, candidate
 from hasten.tuning.training import Baseline, first_outcome, run_seeds
+from hasten.tuning.training_stage import _easiest_to_prove
 from hasten.utils.search_range import SearchRange
 from helpers.planted_study import THREADS, frozen
 
@@ -148,6 +150,28 @@ def test_lengthened_recipe_trains_twice_as_long_within_the_range(factor, longer)
     assert found == (longer and recipe.with_method("budgeted_schedule", factor=longer, peak=8.0))
     assert recipes == [whole, *([found] if found else []), between, recipe], "each is faster than the one before it"
     assert add_lengthened([recipe.drop("budgeted_schedule")], ITEMS) is None and add_lengthened([], ITEMS) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ({0.3: 0.951, 0.4: 0.97}, [0.4, 0.6]),
+        ({0.3: 0.97, 0.4: 0.97}, [0.3, 0.6]),
+        ({0.3: 0.951, 0.4: 0.951, 0.8: 0.97}, [0.6]),
+    ],
+)
+def test_recipe_that_ended_clearly_better_is_confirmed_before_a_shorter_one(ends, expected):
+    """And before the one that trains twice as long as the shortest; one that trains longer than that is not."""
+    of_length = {
+        length: Recipe({"budgeted_schedule": {"factor": length, "peak": BEST_PEAK}}) for length in (0.8, 0.6, 0.4, 0.3)
+    }
+    recipes = [recipe for length, recipe in of_length.items() if length in ends or length == 0.6]
+    runs = [{"metric": METRIC + difference} for difference in (-0.003, 0.0, 0.003)]
+    baseline = Baseline([0, 1, 2], runs, TARGET, MARGIN, True, [0, 1, 2])
+    complete = {(str(of_length[length]), 0, 1.0): {"metric": metric} for length, metric in ends.items()}
+    study = SimpleNamespace(complete=complete, horizon=1.0)
+    assert [*_easiest_to_prove(study, recipes, of_length[0.6], baseline)] == [of_length[length] for length in expected]
+    assert of_length[0.6] not in _easiest_to_prove(study, recipes, None, baseline)
 
 
 def test_joint_search_tries_no_length_of_the_best_recipe_or_longer():

@@ -4,7 +4,7 @@ The search picked its winner partly by luck, so none of the winner's measurement
 set the margin are. The fastest recipes are looked at in turns, with more seeds at each look; the original is run once
 per seed for all of them, so that a slower recipe that is easier to prove costs little more. On seeds beyond those of
 the baseline, an exact recipe that was found on this task trains in place of the original (``Baseline.substitute``): it
-trains the same steps in less time. The fastest recipe goes first, or one that seems easier to prove. If one look
+trains the same steps in less time. The fastest recipe goes first, or those that seem easier to prove. If one look
 neither settles its quality nor suggests that the next one would, an exact recipe follows: a few seeds prove it, so
 there is an answer in any case. The fastest that passes wins.
 """
@@ -42,19 +42,19 @@ def confirm(
     seconds: float,
     tested: Sequence[Recipe] = (),
     after_look: Callable[[list[Confirmation]], None] = lambda attempts: None,
-    first: Recipe | None = None,
+    first: Sequence[Recipe] = (),
 ) -> list[Confirmation]:
     """Trains ``recipes``, each faster than the one before it, on fresh seeds and judges them; notes every attempt.
 
     Returns the attempts, the winner first if any recipe passes. ``seconds`` is the budget of each comparison of speed.
     ``tested`` are the recipes that the search has tried to confirm before, as often as it has: they make the gate
-    stricter. ``after_look`` is called with all attempts after each look. ``first``: the recipe that is looked at first,
-    with the largest part of the error; None: the fastest.
+    stricter. ``after_look`` is called with all attempts after each look. ``first``: the recipes that are looked at
+    before the fastest one, in this order, with the largest parts of the error.
     """
     no_seed, looks = gate.not_passed("no seed was run", baseline.margin), _affordable_looks(study, baseline, seconds)
     finalists = _finalists(recipes, first)
-    first = first if first in finalists else next(iter(finalists), None)
-    known = list(dict.fromkeys(map(str, [*tested, *sorted(finalists, key=lambda recipe: recipe != first)])))
+    first = [recipe for recipe in first if recipe in finalists] or finalists[:1]
+    known = list(dict.fromkeys(map(str, [*tested, *first, *finalists])))
     attempts = list[Confirmation]()
     for recipe in finalists:
         earlier = [str(one) for one in tested].count(str(recipe))
@@ -93,7 +93,7 @@ def _affordable_looks(study: Study, baseline: Baseline, seconds: float) -> int:
     return max(1, len(affordable))
 
 
-def _finalists(recipes: list[Recipe], first: Recipe | None = None) -> list[Recipe]:
+def _finalists(recipes: list[Recipe], first: Sequence[Recipe] = ()) -> list[Recipe]:
     """The recipes to confirm, fastest first: at most MAX_FINALISTS, among them ``first`` and the fastest exact one.
 
     Of recipes with the same quality risks only the fastest is among them: they pass or fail together.
@@ -104,7 +104,7 @@ def _finalists(recipes: list[Recipe], first: Recipe | None = None) -> list[Recip
             fastest.setdefault(str(quality_risks(recipe) or recipe), recipe)
     finalists = list(fastest.values())
     exact = next((recipe for recipe in finalists if not quality_risks(recipe)), None)
-    needed = [recipe for recipe in finalists if recipe in (first, exact)]
+    needed = [recipe for recipe in finalists if recipe in (*first, exact)]
     others = [recipe for recipe in finalists if recipe not in needed][: MAX_FINALISTS - len(needed)]
     return [recipe for recipe in finalists if recipe in (*needed, *others)]
 
@@ -114,16 +114,17 @@ def quality_risks(recipe: Recipe) -> Recipe:
     return recipe.drop(*(name for name in recipe.methods if comes_with_hasten(name) and exactness_of(name) in EXACT))
 
 
-def _next(attempts: list[Confirmation], first: Recipe | None) -> int | None:
+def _next(attempts: list[Confirmation], first: Sequence[Recipe]) -> int | None:
     """Index of the attempt to run more seeds of; None if all are decided.
 
-    Prefers ``first``, then those close to passing.
+    Prefers those close to passing, then those of ``first`` that were not looked at yet.
     """
 
     def order(index: int) -> tuple:
         attempt = attempts[index]
-        is_first = attempt.recipe == first and not attempt.looks
-        return not is_first, not _promising(attempt), attempt.looks, bool(quality_risks(attempt.recipe)), index
+        is_first = attempt.recipe in first and not attempt.looks
+        rank = first.index(attempt.recipe) if is_first else len(first)
+        return not _promising(attempt), rank, attempt.looks, bool(quality_risks(attempt.recipe)), index
 
     open_attempts = [
         index

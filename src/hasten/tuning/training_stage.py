@@ -1,7 +1,7 @@
 """The second stage of a search: methods that change the training, by whole trainings or by shorter ones."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
@@ -119,10 +119,9 @@ def find_training(study: Study, state: SearchState) -> None:
     recipes = recipes[first_faster:]
     known = [*state.tested, *(found.recipe for found in state.findings)]
     recipes = [recipe for recipe in recipes if recipe and recipe not in known]
-    longer = add_lengthened(recipes, joint)  # the shortest of several trainings may have been as good by luck
+    longer = add_lengthened(recipes, joint)
     recipes = [recipe for recipe in recipes if recipe not in known]
-    first = longer if longer in recipes and not _is_provable(study, recipes[-1], baseline) else None
-    _confirm(study, state, baseline, recipes, is_whole, first)
+    _confirm(study, state, baseline, recipes, is_whole, _easiest_to_prove(study, recipes, longer, baseline))
 
 
 def _measure_shares(study: Study, state: SearchState, exact: Finding | None) -> None:
@@ -159,6 +158,20 @@ def _keeps_quality(study: Study, state: SearchState, baseline: Baseline, found: 
         found.evidence, found.to_prove = ESTIMATED, "more seeds would hardly prove it: whole trainings end worse"
     state.save()
     return not is_worse
+
+
+def _easiest_to_prove(
+    study: Study, recipes: list[Recipe], longer: Recipe | None, baseline: Baseline
+) -> tuple[Recipe, ...]:
+    """The recipes to confirm before the fastest one, which may have ended as well by luck: it was the best of several.
+
+    The fastest that ended clearly better than it must, then ``longer``, the one that trains twice as long as the
+    fastest. ``recipes`` are each faster than the one before it.
+    """
+    longest = [recipe for recipe in recipes if recipe == longer]
+    shorter = recipes[recipes.index(longest[0]) + 1 :] if longest else recipes
+    provable = [recipe for recipe in shorter if _is_provable(study, recipe, baseline)]
+    return (*provable[-1:], *longest)
 
 
 def _is_provable(study: Study, recipe: Recipe, baseline: Baseline) -> bool:
@@ -253,7 +266,7 @@ def _confirm(
     baseline: Baseline,
     recipes: list[Recipe],
     is_whole: bool,
-    first: Recipe | None = None,
+    first: Sequence[Recipe] = (),
 ) -> None:
     """Confirms the best recipes, in ``state``; compares a new winner with one process and with the strong baseline.
 
