@@ -1,5 +1,6 @@
 """Steps of seconds, and data whose items are whole batches: few steps, and a reason where something does not fit."""
 
+import dataclasses
 import time
 
 import pytest
@@ -93,3 +94,44 @@ def test_profile_of_whole_batches_gives_a_reason_for_the_batch_that_cannot_grow(
 def test_diagnose_of_whole_batches_answers():
     result = hasten.diagnose(whole_batches, budget=5, device="cpu")
     assert result["phases"] and result["advice"]
+
+
+class SlowSamples(Dataset):
+    """240 samples, each of which takes 5 ms to read."""
+
+    def __len__(self):
+        return 240
+
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        return torch.full((4,), float(index)), index % 2
+
+
+def read_by_workers() -> Task:
+    return dataclasses.replace(
+        sleeping(0.0),
+        train_data=DataLoader(Batches(), batch_size=None),
+        validation_data=DataLoader(SlowSamples(), batch_size=6, num_workers=2),
+    )
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("limit", [1.0, 0.02], ids=["short", "long"])
+def test_evaluation_whose_batches_workers_read_is_extrapolated_from_their_steady_part(limit, monkeypatch):
+    monkeypatch.setattr(arm, "EVALUATION_S", 0.1)
+    monkeypatch.setattr(arm, "WORKERS_EVALUATION_S", 0.3)
+    monkeypatch.setattr(arm, "LONG_STEP_S", limit)
+    built = Arm(TaskRef.of(read_by_workers), {}, "cpu", 0)
+    plan = built.build()
+    assert built.evaluated_batches < 20, "of 40"
+    whole = min(built._evaluate(None) for _ in range(3))
+    assert plan["evaluation"] == pytest.approx(whole, rel=0.3)
+    assert min(built.evaluate() for _ in range(3)) == pytest.approx(whole, rel=0.3)
+
+
+def test_evaluation_of_very_long_batches_is_timed_by_one_batch(long_step, monkeypatch):
+    monkeypatch.setattr(arm, "LONG_STEP_S", 0.02)
+    monkeypatch.setattr(arm, "LONG_EVALUATION_S", 0.02)
+    built = Arm(TaskRef.of(read_by_workers), {}, "cpu", 0)
+    built.build()
+    assert built.evaluated_batches == 1

@@ -200,3 +200,14 @@ def test_evaluations_inside_of_blocks_count_unless_they_come_too_seldom(evaluati
 def test_first_evaluation_of_a_process_does_not_stand_for_all(evaluations, counts):
     arm = ArmSamples(Recipe(), {"evaluate_every": 10, "samples_per_epoch": 10}, evaluations=evaluations)
     assert arm.evaluation_seconds_per_sample() == pytest.approx(counts / 10)
+
+
+def test_progress_of_a_long_training_begins_at_zero(monkeypatch):
+    reports = []
+    measured = measurement(budget=60.0, later_seconds=15.0, on_progress=lambda *report: reports.append(report))
+    measured.began = 1000.0
+    times = iter([1000.0, 1045.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(times, 1045.0))
+    for _ in range(2):
+        measured._report()
+    assert [(done, left) for _, done, left in reports] == [(0.0, 45.0), (1.0, 0.0)]

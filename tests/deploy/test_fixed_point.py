@@ -51,6 +51,10 @@ MODELS = {
         ),
         (3, 16, 12),
     ),
+    "pooled at the end": (
+        lambda: nn.Sequential(nn.Conv2d(3, 12, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        (3, 6, 5),
+    ),
     "residual": (
         lambda: nn.Sequential(
             nn.Conv2d(1, 6, (5, 3)),
@@ -111,6 +115,7 @@ def test_reference_follows_the_float_model(lowered):
         expected = model(inputs).numpy()
     scores = reference.run(integer, reference.quantize_input(integer.input, inputs.numpy()))
     found = reference.dequantize(integer.output, scores)
+    assert found.shape == expected.shape
     assert numpy.abs(found - expected).mean() < 0.03 * numpy.abs(expected).max()
     assert (found.argmax(1) == expected.argmax(1)).mean() > 0.9
 

@@ -132,6 +132,50 @@ def test_wrong_requests_are_one_line(digits_run):
         quantize(digits_run, max_loss=2.0)
     with pytest.raises(ConfigurationError, match="target is one of cpu, dsp, not 'gpu'"):
         quantize(digits_run, target="gpu")
+    with pytest.raises(ConfigurationError, match="is the run itself, whose files would be replaced"):
+        quantize(digits_run, out=digits_run / ".." / digits_run.name)
+
+
+@pytest.mark.parametrize("files", [{"model.c": "int x;"}, {"result.json": '{"kind": "train"}'}, {"result.json": "[]"}])
+def test_files_of_others_are_not_replaced(files, digits_run, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigurationError, match=rf"holds {next(iter(files))}, which .* did not write"):
+        quantize(digits_run, out=tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+    (tmp_path / "result.json").write_text('{"kind": "quantize"}')
+    quantize_module._check_out(tmp_path, digits_run)
+
+
+def test_model_without_weights_keeps_no_layer_in_float(monkeypatch):
+    monkeypatch.setattr(quantize_module, "quantizable_nodes", lambda model: [])
+    search = quantize_module._Search(None, 1.0, "cpu", 0.01, no_progress)
+    search.prepared = None
+    search.trials = [quantize_module.QuantizationTrial(candidates.CANDIDATES[0], None, 0.5, 0.5, 300)]
+    search.keep_layers_in_float()
+    assert len(search.trials) == 1
+
+
+@pytest.mark.parametrize(("kind", "vnni"), [("static", True), ("static", False), ("dynamic", True)])
+def test_signature_states_whether_sums_saturate_elsewhere(kind, vnni, digits_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantize_module, "has_vnni", lambda: vnni)
+    search = quantize_module._Search(load_trained_model(digits_run), 1.0, "cpu", 0.01, no_progress)
+    search.directory = tmp_path
+    quantize_module.export_onnx(search.trained, tmp_path / "any.onnx")
+    candidate = next(one for one in candidates.CANDIDATES if one.kind == kind)
+    search.write(quantize_module.QuantizationTrial(candidate, OnnxModel(tmp_path / "any.onnx"), 0.9, 0.0, 300))
+    signature = read_signature(tmp_path / "finished")
+    assert signature.needs_vnni is (kind == "static" and vnni)
+    assert signature.max_batch == (1 if kind == "dynamic" else None)
+
+
+@pytest.mark.slow
+def test_dynamic_model_is_timed_at_the_batch_size_that_is_served(digits_run, monkeypatch, tmp_path):
+    ways = [one for one in candidates.CANDIDATES if one.kind in ("dynamic", "weights")]
+    monkeypatch.setitem(quantize_module.TARGETS, "cpu", tuple(ways))
+    result = quantize(digits_run, budget=5.0, max_loss=0.5, out=tmp_path)
+    sizes = {trial["name"]: list(trial["speedup"]) for trial in result["trials"] if trial["passed"]}
+    assert sizes["dynamic per tensor"] == ["1"] and sizes["weights per channel"] == ["1", "64"]
 
 
 def test_task_without_validation_data_is_refused(digits_run):

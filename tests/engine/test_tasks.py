@@ -193,3 +193,8 @@ def test_unpicklable_objects_are_refused(tmp_path):
         pytest.raises(ConfigurationError, match=r"cannot be passed to another process.*file\.py:function"),
     ):
         TaskRef.of(task_with([handle])).to_json()
+
+
+def test_pickled_task_leaves_out_entries_of_the_path_that_are_no_text(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert TaskRef.from_json(TaskRef.of(lambda: None).to_json()).obj() is None

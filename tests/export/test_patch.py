@@ -83,6 +83,13 @@ def test_keyword_is_added_in_the_style_of_the_call(tmp_path, call, expected):
     assert patched(tmp_path, text, ("loader", 2, "num_workers=2")) == text.replace(call, expected)
 
 
+@pytest.mark.parametrize("text", ["DataLoader(data)\n", "import data\nDataLoader(data, 64)\n"])
+def test_file_with_a_byte_order_mark_is_edited(tmp_path, text):
+    text = "\ufeff" + text
+    result = patched(tmp_path, text, ("loader", text.count("\n"), "num_workers=2"))
+    assert result == text.replace(")\n", ", num_workers=2)\n")
+
+
 def test_two_loaders_of_one_line_and_two_objects_of_one_call_are_edited_once_each(tmp_path):
     text = "a, b = DataLoader(x), DataLoader(y)\n"
     edits = [("loader", 1, "num_workers=2"), ("loader", 1, "prefetch_factor=4")]

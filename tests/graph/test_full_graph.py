@@ -163,6 +163,7 @@ def test_full_graph_keeps_the_graph_that_it_is_given():
         (torch.ones(5, dtype=torch.bool), r"shape \(60,\), not \(5,\)"),
         (torch.tensor([0, 60]), "numbers from 0 to 59; found 60"),
         (torch.tensor([0.5]), "must select at least one node"),
+        (torch.ones(NODES, dtype=torch.uint8), r"not uint8; convert a mask with nodes.bool\(\)"),
     ],
 )
 def test_nodes_that_do_not_exist_are_refused(nodes, message):

@@ -92,6 +92,7 @@ def test_x_that_is_no_matrix_of_floats_is_refused(x):
 def test_module_passes_narrow_rows_unchanged():
     x = torch.randn(3, 20)
     assert torch.equal(MaxK(20)(x), x) and torch.equal(MaxK(5)(x), maxk(x, 5))
+    assert torch.equal(MaxK(5)(torch.stack([x, -x])), torch.stack([maxk(x, 5), maxk(-x, 5)]))
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])

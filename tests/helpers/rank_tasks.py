@@ -162,6 +162,37 @@ class Uneven(BatchSampler):
         return 2 * super().__len__()
 
 
+def ready_batches() -> Task:
+    """Batches whose size neither the task nor the loader states."""
+    rows, unseen = Rows(), Rows(40, seed=1)
+    data = DataLoader(rows, batch_sampler=Uneven(RandomSampler(rows), BATCH, False))
+    validation = DataLoader(unseen, batch_sampler=BatchSampler(range(40), BATCH, False))
+    return task(data, validation_data=validation, batch_size=None)
+
+
+def one_sample_a_rank_in_the_last_batch() -> Task:
+    """For two ranks. Batch normalization cannot normalize one sample."""
+    return task(Rows(SAMPLES - 5), model=lambda: network(norm=True))
+
+
+def with_classes_of_a_set() -> Task:
+    """Writes the numbers of the classes that this rank has in mind."""
+    Path(f"classes-{os.environ['RANK']}").write_text(" ".join({f"class {number}" for number in range(20)}))
+    return task(epochs=1)
+
+
+def pictures() -> Task:
+    def model():
+        layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+        )
+        return layers.double()
+
+    images = torch.randn(SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(images, (images.sum((1, 2, 3)) > 0).long())
+    return task(data, validation_data=data, model=model, epochs=1)
+
+
 def rates_by_name() -> Task:
     """The first layer has ten times the learning rate."""
 

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from hasten.core.errors import RunError
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.launch import rendezvous
 from hasten.launch.elastic import describe_lost_rank, exit_codes
 from hasten.launch.rank_results import ERROR_FILE, PARENT, RankResult
 from hasten.launch.rendezvous import hosts_rendezvous
@@ -109,6 +110,38 @@ def test_rank_killed_while_others_waited_is_named_as_silent():
     assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL}) == "rank 1 was silent for 5 s"
     assert describe_lost_rank(ended, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGKILL}) == "ranks 1, 2 were silent for 5 s"
     assert describe_lost_rank(ended, {0: 1}) is None
+
+
+def test_node_whose_own_name_is_a_loopback_address_is_reached_by_its_default_route(monkeypatch):
+    addresses = {rendezvous.ELSEWHERE: "10.0.0.5", "127.0.0.1": "127.0.0.1"}
+    monkeypatch.setattr(rendezvous.socket, "gethostbyname", {"node7": "127.0.1.1"}.get)
+    monkeypatch.setattr(rendezvous, "_source_address", lambda host, port: addresses[host])
+    assert rendezvous.local_address("node7:29500") == "10.0.0.5"
+    assert hosts_rendezvous(f"node7:{free_port()}")
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
+def test_loopback_address_that_the_user_gives_is_kept(name):
+    assert rendezvous.local_address(f"{name}:29500") == "127.0.0.1"
+
+
+def test_host_name_that_is_unknown_at_first_is_retried(monkeypatch):
+    answers = iter([socket.gaierror(-2, "Name or service not known")] * 2)
+
+    def resolve(host: str) -> str:
+        for error in answers:
+            raise error
+        return "127.0.0.1"
+
+    monkeypatch.setattr(rendezvous.socket, "gethostbyname", resolve)
+    monkeypatch.setattr(rendezvous, "_source_address", lambda host, port: host)
+    monkeypatch.setattr(rendezvous, "ELSEWHERE", "10.0.0.5")
+    assert rendezvous.local_address("node7:29500") == "10.0.0.5"
+
+
+def test_host_name_that_stays_unknown_is_refused():
+    with pytest.raises(ConfigurationError, match=r"the nodes cannot meet at no\.such\.machine:2000: .*an IP address"):
+        rendezvous.local_address("no.such.machine:2000", timeout=0.3)
 
 
 def test_host_name_lost_with_its_node_is_retried():

@@ -82,6 +82,13 @@ def test_unknown_normalization_is_named():
     ), answers
 
 
+@pytest.mark.parametrize("recipe", ["ddp", "local_sgd"])
+def test_last_batch_of_one_sample_a_rank_is_read_by_all(recipe):
+    make = rank_tasks.one_sample_a_rank_in_the_last_batch
+    answers = run_ranks(2, training_of, make, recipe, None)
+    assert [answer["samples"] for answer in answers] == [2 * (rank_tasks.SAMPLES - 5)] * 2, answers
+
+
 def test_task_without_conversion_trains_another_formula(tmp_path):
     train(with_norm(), device="cpu", out=tmp_path / "single")
     run_ranks(2, training_of, with_norm, None, tmp_path / "shared")

@@ -79,6 +79,13 @@ def with_batch_norm():
     return replace(by_name("loss")(), model=lambda: rank_tasks.network(norm=True))
 
 
+def by_composition_of_torchmetrics():
+    """Data that the ranks do not share, so that rank 0 evaluates alone."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    metric = 1 - torchmetrics.classification.MulticlassF1Score(2)
+    return rank_tasks.task(validation_data=NumberedStream(), metric=metric, higher_is_better=False)
+
+
 def evaluated(rank: int, make, recipe: str = "") -> tuple[tuple[float, float], list[int]]:
     """((metric, loss) after three steps, numbers of the samples that this rank evaluated)."""
     with init_process_group("cpu") as ranks:
@@ -131,7 +138,14 @@ def test_statistics_of_batch_norms_are_those_of_the_main_process_on_all_ranks():
 
 
 @pytest.mark.parametrize(
-    ("make", "recipe"), [(shuffled, ""), (streamed, ""), (by_name("loss"), "local_sgd"), (by_name("loss"), "zero")]
+    ("make", "recipe"),
+    [
+        (shuffled, ""),
+        (streamed, ""),
+        (by_composition_of_torchmetrics, ""),
+        (by_name("loss"), "local_sgd"),
+        (by_name("loss"), "zero"),
+    ],
 )
 def test_evaluation_that_cannot_be_shared_is_done_as_a_whole(make, recipe):
     answers = run_ranks(2, evaluated, make, recipe)

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model
 from torch import nn
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
@@ -32,6 +32,21 @@ ALL = product(NAMES, [*STRATEGIES, "zero:stage=3,hybrid_shard_size=1"], (2, 4))
 def test_strategy_trains_like_one_process(tmp_path, name, strategy, world):
     make = getattr(rank_tasks, name)
     assert_trains_like_one_process(tmp_path, make, strategy, world)
+
+
+def test_weights_of_images_are_sharded_under_channels_last(tmp_path):
+    make = rank_tasks.pictures
+    train(make(), device="cpu", out=tmp_path / "single")
+    answers = run_ranks(2, training_of, make, "zero:stage=3 + channels_last", tmp_path / "shared")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+
+
+@pytest.mark.parametrize("stage", [2, slow(3)])
+def test_tied_weights_are_saved_once(tmp_path, stage):
+    answers = run_ranks(2, training_of, rank_tasks.tied, f"zero:stage={stage}", tmp_path / "run")
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+    assert load_model(rank_tasks.tied().model(), tmp_path / "run" / "model.safetensors") == (set(), [])
 
 
 @pytest.mark.slow
@@ -186,6 +201,14 @@ def test_ranks_on_different_layers_do_not_mix_their_gathers(stage):
         isinstance(answer, RunError) and "the batches of the ranks pass different layers" in str(answer)
         for answer in answers
     ), answers
+
+
+def test_advice_for_unused_weights_can_be_followed():
+    """ddp and zero both replace parallelize."""
+    task = rank_tasks.task(model=lambda: Forked().double())
+    answers = run_ranks(2, training, task, "zero:stage=1")
+    advice = "pass --with ddp:find_unused_parameters=true, in place of zero"
+    assert any(isinstance(answer, RunError) and advice in str(answer) for answer in answers), answers
 
 
 class Opposed(rank_tasks.Rows):

@@ -33,3 +33,10 @@ def test_one_microbatch_has_no_effect(perceptron, trained):
     assert trained(perceptron(), "gradient_accumulation:accumulation_steps=1", 1).run.no_effect == [
         ("gradient_accumulation", "each batch is a single microbatch")
     ]
+
+
+def test_ready_batches_of_unknown_size_are_split(perceptron, trained):
+    batches = [(torch.randn(6, 12), torch.randint(3, (6,))) for _ in range(4)]
+    data = torch.utils.data.DataLoader(batches, batch_size=None)
+    run = trained(perceptron(train_data=data, validation_data=None, batch_size=None), "gradient_accumulation", 2).run
+    assert run.plan.microbatches == 2 and not run.no_effect

@@ -3,6 +3,7 @@
 import pytest
 
 from hasten.profiling import diagnose as diagnosis
+from hasten.profiling.ablations import LARGER_BATCH
 from hasten.profiling.ceilings import Ceilings
 from hasten.profiling.drift import Drift, Stretch
 from hasten.profiling.step_profile import StepProfile
@@ -117,3 +118,11 @@ def test_diagnose_of_a_training_that_slows_down_predicts_the_seconds_of_all_stre
     found = diagnosis.diagnose(perceptron(), budget=1.0, device="cpu")
     assert found["seconds_per_run"] == pytest.approx(2.0 + 10 * 0.01 + 90 * 0.05)
     assert found["not_measured"] == {"drift": "out of memory"} and len(found["drift"]["rows"]) == 2
+
+
+def test_every_ceiling_that_can_be_the_largest_cause_has_a_sentence():
+    ceilings = ["input", "copy", LARGER_BATCH, "logging", "optimizer_step", "evaluation"]
+    for cause in {*ceilings, *possible_gains(profile("cuda"), {})}:
+        measured = profile("cuda")
+        gains = dict.fromkeys(possible_gains(measured, {}), 1.0) | {cause: 3.0}
+        assert "3.00x" in verdict_of(measured, gains)

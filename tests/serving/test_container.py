@@ -23,6 +23,12 @@ def test_manifest_and_dockerfile_fit_together(exported, tmp_path):
     assert f"EXPOSE {port}" in (tmp_path / "out" / "Dockerfile").read_text()
 
 
+def test_path_of_the_model_file_is_accepted(exported, tmp_path):
+    files = write_container(exported / "model.onnx", tmp_path / "out", report=lambda line: None)
+    assert (tmp_path / "out" / "model" / "model.onnx").read_bytes() == (exported / "model.onnx").read_bytes()
+    assert len(files) == 4
+
+
 def test_existing_file_is_not_overwritten(exported, tmp_path):
     (tmp_path / "Dockerfile").write_text("mine")
     with pytest.raises(ConfigurationError, match="Dockerfile already exists"):

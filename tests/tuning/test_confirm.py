@@ -403,15 +403,54 @@ def test_budget_that_would_prove_a_script_pays_for_a_watched_run_of_it():
     assert seconds[1] - seconds[0] >= 60 and seconds[1] >= 150
 
 
-def test_recipe_that_seems_easier_to_prove_goes_first_with_the_largest_part_of_the_error():
+@pytest.mark.parametrize("is_good", [True, False])
+def test_recipe_that_goes_first_has_the_largest_part_of_the_error_until_it_passes(is_good):
+    """Then its part goes to the others."""
+    study = PlantedTrainings({"baseline": 0.9, str(FAST): 0.91 if is_good else 0.88, str(FASTER): 0.9}, spread=0.004)
+    found = {str(one.recipe): one for one in confirm(study, [FAST, FASTER], baseline_of(), 5.0, first=[FAST])}
+    assert found[str(FAST)].passed == is_good
+    part, of_first = (1 - found[str(one)].confidence for one in (FASTER, FAST))
+    assert part == pytest.approx(of_first if is_good else of_first / 4)
+
+
+def test_recipe_that_seems_easier_to_prove_goes_first():
     study = PlantedTrainings({"baseline": 0.9, str(FAST): 0.91, str(FASTER): 0.9}, spread=0.004)
     attempts = confirm(study, [FAST, FASTER], baseline_of(), 5.0, first=[FAST])
-    by_recipe = {str(each.recipe): each for each in attempts}
-    assert by_recipe[str(FAST)].confidence < by_recipe[str(FASTER)].confidence
     assert study.seeds_of(FASTER) and study.ran.index((str(FAST), fresh_seeds(0, 1)[0])) < min(
         index for index, (name, _) in enumerate(study.ran) if name == str(FASTER)
     )
     assert attempts[0].recipe == FASTER and attempts[0].passed, "the faster one is tried, too, and wins"
+
+
+def test_recipe_that_ends_worse_by_the_margin_gets_no_further_seeds():
+    study = PlantedTrainings({"baseline": 0.9, str(FASTER): 0.886}, spread=0.008)
+    assert not confirmed(study, (FASTER,)).gate.settled, "the test alone would go on"
+    assert len(study.seeds_of(FASTER)) == LOOKS[0]
+
+
+def test_recipe_that_was_not_tried_is_said_to_be_beaten_only_by_a_faster_one():
+    study = PlantedTrainings({"baseline": 0.9, str(FAST): 0.9, str(FASTER): 0.9}, budget_runs=2 * LOOKS[0])
+    assert confirm(study, [FAST, FASTER], baseline_of(), 5.0, first=[FAST])[0].recipe == FAST
+    assert study.notes[str(FAST)][0] == "won" and "budget ended" in study.notes[str(FASTER)][1]
+
+
+def test_recipes_that_differ_in_length_only_are_compared_once():
+    lengths = [Recipe({"budgeted_schedule": {"factor": factor}, "ema": {"decay": 0.9}}) for factor in (0.6, 0.3)]
+    other = lengths[0].drop("ema")
+
+    class Counting(PlantedTrainings):
+        compared: ClassVar[list[str]] = []
+
+        def compare_speed(self, a, b, **how):
+            self.compared.append(str(b))
+            return super().compare_speed(a, b, **how)
+
+    names = ["baseline", *map(str, [other, *lengths])]
+    study = Counting(dict.fromkeys(names, 0.9), cost=dict(zip(names, (10.0, 6.0, 5.0, 2.0), strict=True)))
+    study.compared.clear()
+    confirm(study, [other, *lengths], baseline_of(), 5.0, first=[other, lengths[0]])
+    assert set(study.compared) == {str(other), str(lengths[1])}
+    assert all(map(study.seeds_of, [other, *lengths]))
 
 
 def test_recipes_to_look_at_first_have_an_order():

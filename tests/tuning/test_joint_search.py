@@ -14,7 +14,7 @@ from hasten.engine.tasks import TaskRef
 from hasten.tuning.budget import Budget
 from hasten.tuning.joint_search import POINTS, Space, add_lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.systems import Incumbents, candidate
-from hasten.tuning.training import Baseline, first_outcome, run_seeds
+from hasten.tuning.training import Baseline, first_outcome, run_seeds, try_training_compositions
 from hasten.tuning.training_stage import _easiest_to_prove
 from hasten.utils.search_range import SearchRange
 from helpers.planted_study import THREADS, frozen
@@ -40,7 +40,7 @@ class Simulated:
     ran: list[tuple[str, int]] = field(default_factory=list)
     trials: list[dict] = field(default_factory=list)
 
-    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None, race: str = "") -> dict:
+    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
         if (str(recipe), seed) not in self.ran:
             self.ran.append((str(recipe), seed))
             self.budget.check()
@@ -98,6 +98,30 @@ def test_joint_search_finds_a_short_training_near_the_best_peak():
     assert POINTS[0] <= len(first_length) <= POINTS[1]
     longer = {text for text, _ in study.ran if "factor=0.32" in text}
     assert len(longer) == len(first_length) // 2 + 1, "the better half, and one point between the two best"
+
+
+def test_composition_keeps_the_shorter_length_of_the_best_recipe():
+    """A longer training cannot be faster: only what else the composition brings is worth a trial."""
+    study, seeds = Simulated(shortest=0.3), [0, 1, 2]
+    baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
+    short = Recipe({"budgeted_schedule": {"factor": 0.32, "peak": BEST_PEAK}})
+    best = run_seeds(study, short, first_outcome(baseline), baseline, [])
+    tried = [
+        Recipe.parse(["budgeted_schedule:factor=0.5,peak=9", "ema"]),
+        Recipe.parse("budgeted_schedule:factor=0.64"),
+    ]
+    try_training_compositions(study, Incumbents([Recipe(), short]), best, tried, baseline)
+    assert {text for text, _ in study.ran} == {"baseline", str(short), str(short | Recipe.parse("ema"))}
+
+
+@pytest.mark.parametrize(("length", "starts"), [(0.64, True), (0.32, False)])
+def test_joint_search_starts_where_two_lengths_are_shorter_than_the_best_recipe(length, starts):
+    """One that fits only its shortest length would end at trainings too short to learn anything."""
+    study, seeds = Simulated(shortest=0.3), [0, 1, 2]
+    baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
+    recipe = Recipe({"budgeted_schedule": {"factor": length, "peak": BEST_PEAK}})
+    best = run_seeds(study, recipe, first_outcome(baseline), baseline, [])
+    assert Space(ITEMS).shortens(best, baseline) == starts
 
 
 @pytest.mark.parametrize("is_needed", [True, False])

@@ -1,6 +1,7 @@
 """Comparison of runs on the same seeds, by seconds and by samples. Outcomes are planted."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hasten.tuning.finding import ESTIMATED, PRECISION, Finding, recommended
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import is_in
 from hasten.tuning.systems import _compare_losses, check_verdict
-from hasten.tuning.training import Baseline, Outcome, seconds_of
+from hasten.tuning.training import Baseline, Outcome, first_outcome, seconds_of
 from hasten.tuning.training_stage import _keeps_quality, run_baseline
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
@@ -24,6 +25,13 @@ def test_comparison_uses_only_seeds_of_both_recipes():
     assert once.gain_over(thrice) == pytest.approx(0.8)
     assert outcome(8.0, None).gain_over(once) == pytest.approx(1.25)
     assert outcome(8.0, None).gain_over(outcome(10.0, 10.0)) == pytest.approx(1.0), "that of the whole training"
+
+
+def test_time_to_beat_is_that_of_the_median_run():
+    """Another program slowed the first one."""
+    runs = [{**outcome(seconds).runs[0], "seconds": 2 * seconds} for seconds in (20.0, 10.0, 10.2)]
+    baseline = replace(baseline_of(Planted()), runs=runs)
+    assert first_outcome(baseline, 2.0).to_target("seconds") == pytest.approx(5.1)
 
 
 def test_samples_are_compared_on_the_same_seeds():
@@ -76,6 +84,7 @@ def test_slower_recipe_is_described_in_seconds_of_the_common_seeds():
         ({"failed": "ran out of memory"}, "failed", "memory"),
         ({"pruned": True, "evaluations": [{"seconds": 8.2}]}, "no gain", "stopped after 8.2 s at 0.95"),
         ({"pruned": True, "evaluations": [], "metric": None, "seconds": 9.0}, "no gain", "stopped after 9.0 s: it"),
+        ({"pruned": True, "evaluations": [{"seconds": 8.2}], "metric": None}, "no gain", "stopped after 8.2 s: it"),
         ({"seconds_to_target": None}, "refused", "never reached the target 0.9"),
         ({"metric": METRIC - 3 * MARGIN}, "refused", "the margin is 0.01"),
         ({"seconds_to_target": 9.9}, "no gain", "9.90 s"),

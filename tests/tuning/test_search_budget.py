@@ -254,7 +254,10 @@ def test_trial_starts_while_budget_is_left_and_stored_trials_are_free(tmp_path):
 class Recorded(Study):
     """A Study with recorded runs: metrics 0.8, 0.92 and 0.95 after one second each."""
 
+    trained = 0
+
     def _in_worker(self, recipe, seed, method, on_progress, **limits) -> dict:
+        self.trained += 1
         looks = [
             {"samples": 100 * n, "seconds": float(n), "metric": metric} for n, metric in enumerate((0.8, 0.92, 0.95), 1)
         ]
@@ -273,7 +276,13 @@ def test_stored_run_is_reused_if_finished_but_not_if_pruned(tmp_path):
     assert study.run(Recipe(), 0, time_limit=1.0)["pruned"]
     assert not study.run(Recipe(), 0, time_limit=5.0)["pruned"]
     assert study.run(Recipe(), 0)["samples_to_target"] == 200
-    assert len(study.store.outcomes) == 2
+    assert study.known_run(Recipe(), 7)["samples_to_target"] == 200, "a run on another seed is as long"
+    assert study.trained == 2
+    study.store.leave()
+
+    later = Recorded(TaskRef("planted"), "cpu", TrialStore(tmp_path, {}), Budget(10.0), no_progress, target=TARGET)
+    assert not later.run(Recipe(), 0, time_limit=0.5)["pruned"], "an ended run counts for any later limit"
+    assert later.trained == 0
 
 
 def test_search_with_exposed_communication_tries_communication_methods_first():

@@ -35,6 +35,16 @@ def test_confirm_trains_the_exact_recipe_in_place_of_the_original_on_further_see
     assert f"on 1 of these seeds {EXACT}" in done.gate.why
 
 
+@pytest.mark.parametrize(("speedup", "is_used"), [(1.05, False), (1.5, True)])
+def test_exact_recipe_that_would_save_no_time_trains_nothing_in_place_of_the_original(speedup, is_used):
+    """Of 10 further seeds it saves 10 runs, and takes 11 of its own: one more shows that it ends as well."""
+    study = PlantedTrainings({"baseline": 0.9, str(EXACT): 0.9, str(FASTER): 0.9}, cost=COST)
+    seeds = fresh_seeds(0, 2)
+    runs = [study.run(Recipe(), seed) for seed in seeds]
+    baseline = Baseline([0, 1], runs, TARGET, MARGIN, True, seeds, substitute=Substitute(EXACT, speedup))
+    assert confirm(study, [FASTER], baseline, 5.0)[0].passed and bool(study.seeds_of(EXACT)) == is_used
+
+
 def test_confirm_compares_measured_seconds_with_those_of_the_original_alone():
     """Both recipes pay 3 s a run for something that no block shows."""
     metric = {"baseline": 0.9, str(EXACT): 0.9, str(FASTER): 0.887}

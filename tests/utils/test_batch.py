@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from hasten.utils.batch import batch_size, chunk_batch
+from hasten.core.errors import RunError
+from hasten.utils.batch import batch_size, batch_tensors, chunk_batch, copy_to_device, map_tensors
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,27 @@ def test_list_of_images_is_as_many_samples():
 def test_inputs_of_a_model_with_several_are_cut_each():
     first, second = chunk_batch([[torch.arange(2), torch.arange(2)], torch.arange(2)], 2)
     assert [len(first[0]), len(second[0])] == [2, 2] and first[0][1].tolist() == [0]
+
+
+def packed() -> PackedSequence:
+    return pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
+
+
+def test_packed_sequence_is_a_leaf_that_holds_sequences():
+    batch = (packed(), torch.arange(2))
+    assert batch_size(batch) == batch_size({"x": packed()}) == batch_size(packed()) == 2
+    doubled, target = map_tensors(lambda tensor: 2.0 * tensor, batch)
+    assert isinstance(doubled, PackedSequence) and target.tolist() == [0, 2]
+    assert doubled.data.unique().item() == 2 and doubled.batch_sizes.tolist() == [2, 2, 1, 1]
+    assert [tuple(tensor.shape) for tensor in batch_tensors(batch)] == [(6, 3), (2,)]
+    moved, _ = copy_to_device(
+        batch, torch.device("meta")
+    )  # as on a GPU, torch refuses other batch_sizes than the CPU's
+    assert moved.data.is_meta and moved.sorted_indices.is_meta and moved.batch_sizes.device.type == "cpu"
+
+
+def test_packed_sequence_is_not_cut():
+    batch = (packed(), torch.arange(2))
+    assert chunk_batch(batch, 1)[0][0].batch_sizes.tolist() == [2, 2, 1, 1]
+    with pytest.raises(RunError, match="cannot be cut into microbatches; pack them in the model"):
+        chunk_batch(batch, 2)

@@ -1,7 +1,7 @@
 """Functions mapped over nested batches."""
 
 from collections import OrderedDict, UserDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -90,3 +90,29 @@ def test_graphs_are_compared_by_their_fields():
     data = pytest.importorskip("torch_geometric.data")
     graphs = [data.Data(x=torch.ones(3, 2), y=torch.tensor([1, 2, last])) for last in (3, 3, 4)]
     assert bitwise_equal(graphs[0], graphs[1]) and not bitwise_equal(graphs[0], graphs[2])
+
+
+@dataclass(frozen=True)
+class Masked:
+    x: torch.Tensor
+    mask: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "mask", self.x > 0)
+
+
+@dataclass
+class Scaled:
+    x: torch.Tensor
+    scale: InitVar[float]
+
+    def __post_init__(self, scale):
+        self.x = scale * self.x
+
+
+def test_dataclass_whose_init_takes_other_arguments_than_its_fields_is_mapped():
+    masked = map_tensors(torch.logical_not, Masked(torch.tensor([1.0, 0.0])))
+    assert masked.x.tolist() == [False, True] and masked.mask.tolist() == [False, True]
+    scaled = Scaled(ONE, 3.0)
+    mapped = map_tensors(torch.neg, scaled)
+    assert type(mapped) is Scaled and mapped.x.item() == -3 and scaled.x.item() == 3

@@ -17,6 +17,7 @@ from hasten._torch_compat import is_gpu_taken, is_out_of_memory
 from hasten._torch_compat_compile import cached_compile_seconds
 from hasten.benchmarking.gpu_state import gpu_state
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
+from hasten.core.data import BatchSource, WorkerConfig
 from hasten.core.errors import PeerFailure, RunError
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
@@ -40,6 +41,7 @@ WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4
 WARM_UP_S = 3.0  # of steady steps, after which no further round begins
 LONG_STEP_S = 1.0  # seconds; if the second step takes longer, one step is a round
 LONG_EVALUATION_S = 10.0  # seconds; a longer one is timed once
+WORKERS_EVALUATION_S = 3.0  # so long, or little longer, is such a slice of batches that workers compute ahead
 EVALUATION_S = 1.0  # a timed evaluation is a slice of about this length, scaled up
 
 
@@ -176,9 +178,12 @@ class Arm:
     def _warm_up_evaluation(self) -> tuple[float, float]:
         """(seconds that the first evaluation takes beyond another one, seconds of an evaluation).
 
-        Sets ``evaluated_batches``, the number that ``evaluate`` times: all (None) unless an evaluation is long.
+        Sets ``evaluated_batches``, the number that ``evaluate`` times: all (None) unless an evaluation is long. Where
+        workers compute batches ahead of time, the first ones show their start only: then it is at least about two
+        times as many as they compute ahead, or one more than there are workers if the batches take long.
         """
         assert self.program.validation is not None
+        workers = _workers_of(self.program.validation)
         self.validation_batches = batches = evaluated_batches(self.program)
         self.evaluated_batches = None
         if not batches:  # unknown
@@ -186,12 +191,17 @@ class Arm:
             second = first if first > LONG_EVALUATION_S else self._evaluate(None)
             return max(0.0, first - second), second
         first = self._evaluate(1) / batches
+        least = 1
+        if workers.num_workers and first <= LONG_EVALUATION_S:
+            enough = 2 * (workers.num_workers + workers.prefetch) + 2
+            affordable = int(WORKERS_EVALUATION_S / first * workers.num_workers)
+            least = min(batches, enough, max(workers.num_workers + 1, affordable))
         if first > LONG_STEP_S:
-            self.evaluated_batches = 1
-            return 0.0, first * batches
+            self.evaluated_batches = least
+            return 0.0, first * batches if least == 1 else self._evaluate(least)
         second = self._evaluate(1) / batches
         if second * batches > EVALUATION_S:
-            self.evaluated_batches = min(batches, max(1, round(EVALUATION_S / second)))
+            self.evaluated_batches = min(batches, max(least, round(EVALUATION_S / second)))
         return max(0.0, first - second), self._evaluate(self.evaluated_batches)
 
     def _seconds_of_steps(self, count: int) -> float:
@@ -211,14 +221,16 @@ class Arm:
             (involuntary context switches). On a GPU also the figures of ``gpu_state``, of this rank's GPU.
 
         Raises:
-            RunError: a loss is not finite.
+            RunError: a loss is not finite, or an earlier step failed.
         """
         progress, self.losses = self.program.run.progress, []
         with self._explain_out_of_memory():
             self._synchronize()
             samples, before, began = progress.samples, resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
             for _ in range(count):
-                loss = next(self.steps)  # may call _read_losses, between two epochs
+                loss = next(self.steps, None)  # may call _read_losses, between two epochs
+                if loss is None:
+                    raise RunError("the run cannot continue: an earlier step of it failed")
                 self.unread.append((loss, progress.epoch, progress.batch - 1))
                 if len(self.unread) >= LOG_EVERY_STEPS:  # as a run does
                     self._read_losses()
@@ -243,17 +255,44 @@ class Arm:
         return self._evaluate(self.evaluated_batches)
 
     def _evaluate(self, batches: int | None) -> float:
-        program = self.program
-        if batches is not None and program.validation is not None:
-            part = program.validation.map_iterator(lambda iterator: islice(iterator, batches))
+        """Seconds of one evaluation of ``batches`` batches, and of the others as in its second half.
+
+        The second half has as many batches as each worker computes equally many of, for workers finish together.
+        """
+        program, marks = self.program, list[float]()
+        if batches is None or program.validation is None:
+            batches, steady = 0, 1
+        else:
+            workers = max(1, _workers_of(program.validation).num_workers)
+            steady = min(batches, max(1, batches // 2 // workers) * workers)
+            part = program.validation.map_iterator(partial(self._timed_part, batches - steady, steady, marks))
             program = dataclasses.replace(program, validation=part)
         self._synchronize()
         began = time.perf_counter()
         evaluate(program)
         self._synchronize()
-        scale = (self.validation_batches or 0) / batches if batches is not None else 1.0
+        seconds = time.perf_counter() - began
+        if len(marks) == 3:  # on a rank that evaluates, and unless the task stops reading by itself
+            seconds += (marks[1] - marks[0]) / steady * ((self.validation_batches or 0) - batches)
+            seconds -= marks[2] - marks[1]
         # the same on all ranks, because it decides what they do next
-        return self.ranks.all_reduce_max([(time.perf_counter() - began) * scale])[0]
+        return self.ranks.all_reduce_max([seconds])[0]
+
+    def _timed_part(self, first: int, steady: int, marks: list[float], iterator: Iterator[Any]) -> Iterator[Any]:
+        """The first batches of ``iterator``. Appends to ``marks`` the times before and after the ``steady`` ones, and
+        after the end of the workers, which are interrupted in their work here.
+        """
+        yield from islice(iterator, first)
+        marks.append(self._time_of_device())
+        yield from islice(iterator, steady)
+        marks.append(self._time_of_device())
+        del iterator  # ends the workers
+        marks.append(time.perf_counter())
+
+    def _time_of_device(self) -> float:
+        """The time at which the device has computed all that was queued; other ranks are not waited for."""
+        synchronize(self.program.run.device)
+        return time.perf_counter()
 
     def _read_losses(self) -> list[float]:
         """Adds the losses since the last call to ``losses`` and returns them.
@@ -324,6 +363,10 @@ def estimate(
     steps = samples / plan["samples_per_step"]
     seconds = plan["start"] + plan["step"] * steps + (plan["evaluation"] or 0.0) * evaluations
     return {"seconds": seconds, "plan": plan}
+
+
+def _workers_of(source: BatchSource) -> WorkerConfig:
+    return source.workers if source.spec is None else source.spec.workers
 
 
 class _RestartingSchedule:

@@ -8,8 +8,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import chain, islice
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
@@ -41,6 +41,8 @@ STEPS = 30  # of each arm at most
 MIN_STEPS = 3  # after one step of Adam every rescaling of the gradients is invisible
 EVALUATION_INTERVAL = "samples between evaluations"  # key of EquivalenceRun.plan
 
+ValidationDigest: TypeAlias = list[tuple[int, str]]  # (rows, SHA-256) of each field of the validation data
+
 
 @dataclass
 class EquivalenceCase:
@@ -56,6 +58,7 @@ class EquivalenceCase:
     seconds: float
     ranks: ProcessGroupInfo = SINGLE_PROCESS
     added: set[str] = field(init=False)
+    known: dict[str, tuple[list[float], ValidationDigest | None]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         base, candidate = self.base.methods, self.candidate.methods
@@ -72,6 +75,19 @@ class EquivalenceCase:
             extra = (*extra, OwnStepInDouble())
         methods = with_strategy([*make_methods(recipe), *extra], self.ranks)
         return build(self.task, methods, device=self.device, seed=self.seed, ranks=self.ranks)
+
+    def dropout_and_validation(self, recipe: Recipe) -> tuple[list[float], ValidationDigest | None]:
+        """(probabilities of the dropout layers, digest of the validation data) under ``recipe``, computed once.
+
+        A program of its own is built for it. The one that trains must be built after that: building resets the seeds
+        and the generators of the data.
+        """
+        if str(recipe) not in self.known:
+            program = self.program(recipe)
+            dropout = [layer.p for layer in program.run.model.modules() if isinstance(layer, Dropout)]
+            with program.process_context():
+                self.known[str(recipe)] = dropout, _digest(program)
+        return self.known[str(recipe)]
 
     def is_over(self, deadline: float) -> bool:
         """Whether ``deadline`` (a time of ``time.monotonic``) has passed on any rank. All ranks must call it."""
@@ -127,7 +143,7 @@ class EquivalenceRun:
     start: dict[str, torch.Tensor]  # exported weights before the first step, on the CPU
     weights: dict[str, torch.Tensor]  # exported weights after the last step, on the CPU
     plan: dict[str, object]  # settings of the run's plan, by description
-    validation: list[tuple[int, str]] | None  # (rows, SHA-256) of each field of the validation data
+    validation: ValidationDigest | None
     dropout: list[float]  # probabilities of the dropout layers, without RunConditions
     in_time: bool  # whether all steps were done before the deadline
 
@@ -146,13 +162,12 @@ def run_arm(case: EquivalenceCase, recipe: Recipe, extra: tuple[Method, ...], st
 
     A collective. RunError if it was less than MIN_STEPS steps, a method has no effect, or a weight is not finite.
     """
-    dropout = [layer.p for layer in case.program(recipe).run.model.modules() if isinstance(layer, Dropout)]
+    dropout, validation = case.dropout_and_validation(recipe)
     program = case.program(recipe, *extra)
     deadline = math.inf  # counts from the first step: compilation must not use it up
     done, in_time = 0, True
     with program.process_context():
         start = _exported_weights(program)
-        validation = _digest(program)
         for _ in training_steps(program):
             done += 1
             deadline = min(deadline, time.monotonic() + case.seconds / 2)
@@ -181,7 +196,7 @@ def _to_cpu(state: dict[str, torch.Tensor | None], dtype: torch.dtype | None = N
     return {name: value.to("cpu", dtype or value.dtype, copy=True) for name, value in held.items()}
 
 
-def _digest(program: Program) -> list[tuple[int, str]] | None:
+def _digest(program: Program) -> ValidationDigest | None:
     """(rows, SHA-256) of each field of the validation data, independent of the batch size."""
     if program.validation is None:
         return None
@@ -235,12 +250,13 @@ def validation_mismatch(a: EquivalenceRun, b: EquivalenceRun) -> str | None:
 
 
 def first_gradients(
-    case: EquivalenceCase, recipe: Recipe, conditions: RunConditions, batches: int
-) -> tuple[list[dict[str, torch.Tensor] | None], int]:
-    """(gradients of the first ``batches`` batches, number of batches with gradients), always at the initial weights.
+    case: EquivalenceCase, recipe: Recipe, conditions: RunConditions, wanted: list[bool]
+) -> list[dict[str, torch.Tensor] | None]:
+    """Gradients of the first batches, as many as ``wanted`` has items, always at the initial weights.
 
-    Gradients are float64 tensors by parameter name; None for a batch whose gradients overflowed and were not used (loss
-    scaling). Ends early after GRADIENT_BATCHES batches with gradients. RunError if there are none.
+    Gradients are float64 tensors by parameter name; None for a batch that is not ``wanted``, or whose gradients
+    overflowed and were not used (loss scaling). Ends early after GRADIENT_BATCHES batches with gradients, or after
+    ``case.seconds`` / 4. RunError if there are none.
     """
     captured = CapturedGradients()
     program = case.program(recipe, conditions, captured)
@@ -249,10 +265,14 @@ def first_gradients(
     start = {name: value.clone() for name, value in model.state_dict().items()}
     parameters = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
     deadline = time.monotonic() + case.seconds / 4
-    epochs = chain.from_iterable(program.train.epoch(index, 0) for index in range(batches))
+    epochs = chain.from_iterable(program.train.epoch(index, 0) for index in range(len(wanted)))
     with program.process_context():
-        for batch in islice(epochs, batches):
-            program.forward_backward(program.to_device(batch))
+        for is_wanted, batch in zip(wanted, epochs, strict=False):
+            batch = program.to_device(batch)  # also where it is skipped: it may draw random numbers
+            if not is_wanted:
+                found.append(None)
+                continue
+            program.forward_backward(batch)
             program.grad_transform()
             gradients, captured.gradients = captured.gradients, {}
             overflowed = case.ranks.any(any(not to_local(grad).isfinite().all() for grad in gradients.values()))
@@ -273,4 +293,4 @@ def first_gradients(
     case.check_has_effect(program)
     if not used_batches:
         raise RunError(f"no batch of the first {len(found)} gave finite gradients")
-    return found, used_batches
+    return found

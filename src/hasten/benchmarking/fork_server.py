@@ -198,7 +198,7 @@ class ForkServer:
         control.close()
         assert self.process.stdin is not None
         with self.process.stdin as stdin:
-            stdin.write(json.dumps({"path": sys.path, "modules": _installed_modules()}).encode())
+            stdin.write(json.dumps({"path": _import_path(), "modules": _installed_modules()}).encode())
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -219,7 +219,8 @@ class ForkServer:
 
         The first worker waits until the server has imported torch. DeadlineError after ``timeout`` seconds.
         """
-        request = {"path": sys.path, "directory": os.getcwd(), "environment": dict(environment)}
+        request = {"path": _import_path(), "directory": os.getcwd()}
+        request |= {"variables": dict(os.environ), "environment": dict(environment)}
         return self._request(request, [connection.fileno()], timeout)
 
     def execute(
@@ -293,6 +294,11 @@ def clean_server() -> ForkServer:
     if server is None or server.process.poll() is not None:
         server = _servers[os.getpid()] = ForkServer()
     return server
+
+
+def _import_path() -> list[str]:
+    """``sys.path`` without entries of other types, such as pathlib.Path, which Python ignores and JSON cannot hold."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def _installed_modules() -> list[str]:

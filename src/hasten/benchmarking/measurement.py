@@ -381,7 +381,7 @@ class Measurement:
 
     def _report(self) -> None:
         left, (a, b) = max(0.0, self._left()), self.arms
-        self.on_progress(f"{a.recipe} against {b.recipe}", 1 - left / self.budget, left)
+        self.on_progress(f"{a.recipe} against {b.recipe}", 1 - left / (self.budget - self.later_seconds), left)
 
 
 def order_of(done: int) -> tuple[int, int]:

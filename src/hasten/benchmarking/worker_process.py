@@ -46,6 +46,9 @@ def _serve(control: socket.socket) -> None:
         return  # the parent was interrupted before it wrote
     start = json.loads(text)
     sys.path[:] = start["path"]
+    # Python 3.12 and later warn here, in __main__, of the threads of libraries
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning, "__main__")
+    inherited = set(os.environ)
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # the server waits for processes whose parent has ended, see ``_wait_for``
@@ -70,7 +73,7 @@ def _serve(control: socket.socket) -> None:
                 control.close()
                 if "argv" in request:
                     _execute(request)
-                _run_worker(Connection(descriptors[0]), request, start.get("warning"))
+                _run_worker(Connection(descriptors[0]), request, inherited, start.get("warning"))
             exit_codes[reply] = None
             if descriptors:
                 os.close(descriptors[0])
@@ -183,10 +186,10 @@ def _execute(request: dict[str, Any]) -> NoReturn:
     os._exit(127)
 
 
-def _run_worker(connection: Connection, request: dict[str, Any], warning: str | None) -> NoReturn:
+def _run_worker(connection: Connection, request: dict[str, Any], inherited: set[str], warning: str | None) -> NoReturn:
     """Main loop of a worker: creates the object and handles calls until the connection closes."""
     try:
-        _set_up_worker(request)
+        _set_up_worker(request, inherited)
         service, send = None, _sender(connection)
         if warning:
             warnings.warn(warning, HastenWarning, stacklevel=1)
@@ -217,12 +220,21 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def _set_up_worker(request: dict[str, Any]) -> None:
+def _set_up_worker(request: dict[str, Any], inherited: set[str]) -> None:
+    """Makes this process one like the parent is now: its import path, directory and environment variables.
+
+    ``inherited``: names of the variables with which the server began. Those that the parent has deleted since are
+    removed; those that the server's imports have set stay.
+    """
     os.setsid()
     _die_with_server()
     os.dup2(STDERR, STDOUT)  # standard output is for results only; the task may print
     sys.path[:] = request["path"]
-    os.environ.update(request["environment"])
+    variables = {name: value for name, value in request["variables"].items() if name not in RANK_VARIABLES}
+    variables |= request["environment"]
+    for name in inherited - variables.keys():
+        os.environ.pop(name, None)
+    os.environ.update(variables)
     if "LOCAL_WORLD_SIZE" in request["environment"] and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(available_cpus())  # the server imported torch before ranks shared the machine
     with contextlib.suppress(OSError):

@@ -36,10 +36,11 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     packages = ("onnxruntime", "pydantic", "fastapi", "uvicorn", "orjson", "prometheus_client", "swagger_ui_bundle")
     for package in packages:
         require(package, "serve")
+    report = (lambda line: None) if options.quiet else print_stderr
     if options.write:
         from hasten.serving.container import write_container
 
-        files = write_container(options.model, options.write)
+        files = write_container(options.model, options.write, report)
         return CommandResult({"files": files}, lambda result: "\n".join(result["files"]))
     from hasten.serving.batcher import BatcherSettings
     from hasten.serving.server import serve
@@ -58,6 +59,6 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
         tune_batching=options.tune_batching,
         settings=BatcherSettings(**limits),
         threads=options.threads,
-        report=(lambda line: None) if options.quiet else print_stderr,
+        report=report,
     )
     return CommandResult(result, lambda result: f"stopped; answers by status: {result['answers'] or 'none'}")

@@ -46,7 +46,7 @@ class TrainPlan:
     """How long the run trains, and in which portions.
 
     Attributes:
-        batch_size: Samples of an optimizer step, summed over all ranks.
+        batch_size: Samples of an optimizer step, summed over all ranks; 1 where they are unknown.
         epochs: Epochs to train.
         steps: Optimizer steps of the whole run; None where the length of the data is unknown.
         samples: Samples of an epoch; None where unknown.
@@ -54,6 +54,7 @@ class TrainPlan:
         evaluate_every: Training samples between two evaluations; None for once an epoch.
         schedule_interval: The schedule steps after each "step", "epoch" or "evaluation" (with the metric).
         stop: ``(evaluations so far) -> bool``, called after each evaluation; True ends the run.
+        is_batch_size_known: False for ready batches of a size that neither the task nor its data state.
     """
 
     batch_size: int
@@ -64,6 +65,7 @@ class TrainPlan:
     evaluate_every: int | None = None
     schedule_interval: str = "step"
     stop: Callable[[list[Evaluation]], bool] | None = None
+    is_batch_size_known: bool = True
 
 
 @dataclass(frozen=True)

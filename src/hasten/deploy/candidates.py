@@ -8,7 +8,8 @@ integer     integers alone, by ranges from calibration batches; ``fixed_point`` 
 ==========  ====================================================================================================
 
 The scale is that of a whole tensor or of each output channel. On x86 processors without VNNI the product of a uint8 and
-an int8 vector saturates at 16 bits; weights then have 7 bits (ONNX Runtime's ``reduce_range``).
+an int8 vector saturates at 16 bits; weights then have 7 bits (ONNX Runtime's ``reduce_range``). A static model that is
+made elsewhere is not served there; the weights of a dynamic one are uint8, whose product does not saturate.
 """
 
 from collections.abc import Sequence
@@ -52,6 +53,11 @@ class QuantizationCandidate:
         ranges = f", {self.calibration}" if self.calibration else ""
         layers = f", {len(self.in_float)} layers in float" if self.in_float else ""
         return f"{self.kind} {scale}{ranges}{layers}"
+
+    @property
+    def max_batch(self) -> int | None:
+        """Samples that may be computed together: 1 if the ranges follow from the whole batch; None: any number."""
+        return 1 if self.kind == "dynamic" else None
 
     def keeping(self, nodes: Sequence[str]) -> "QuantizationCandidate":
         """The candidate that also leaves ``nodes`` in float."""

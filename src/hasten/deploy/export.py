@@ -1,8 +1,9 @@
 """``hasten export``: a run as ONNX, checked against the trained model on the validation data."""
 
+import math
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def export_model(
             difference = largest_difference(trained, exported)
             metric["exported"] = trained.evaluate(predictor_of(exported))
         if directory.resolve() != trained.directory.resolve():
-            files.append(trained.directory / WEIGHTS)
+            files.insert(0, trained.directory / WEIGHTS)  # older than the model, as in a run that is exported
         with writable(directory):
             directory.mkdir(parents=True, exist_ok=True)
             publish(files, directory)
@@ -108,7 +109,9 @@ def write_onnx(
     strip(path)
 
 
-def signature_of(trained: TrainedModel, value: float, max_batch: int | None = None) -> Signature:
+def signature_of(
+    trained: TrainedModel, value: float, max_batch: int | None = None, needs_vnni: bool = False
+) -> Signature:
     """The signature of a trained model whose metric is ``value``; classes and image are those of its dataset.
 
     Raises:
@@ -117,27 +120,43 @@ def signature_of(trained: TrainedModel, value: float, max_batch: int | None = No
     inputs = trained.first_inputs()
     with torch.inference_mode():
         output = trained.model(*inputs)
-    data = trained.task.validation_data
-    classes, image = getattr(data, "classes", None), getattr(data, "image", None)
-    names = tuple(map(str, classes or ()))
+    classes, image = (_attribute_of_dataset(trained.task.validation_data, name) for name in ("classes", "image"))
+    names = tuple(map(str, classes)) if isinstance(classes, Iterable) else ()
     has_names = output.ndim == 2 and len(names) == output.shape[-1]
+    varying, varying_outputs = trained.varying_dimensions(), trained.varying_output_dimensions()
+    largest = max(trained.sample_shapes, key=lambda shapes: sum(map(math.prod, shapes)))
     try:
         return Signature(
             task=trained.task.name,
             inputs=tuple(
                 TensorSpec(name=name, dtype=_dtype(tensor), shape=_shape(name, tensor, dims))
-                for name, tensor, dims in zip(trained.model.names, inputs, trained.varying_dimensions(), strict=True)
+                for name, tensor, dims in zip(trained.model.names, inputs, varying, strict=True)
             ),
-            outputs=(TensorSpec(name="scores", dtype=_dtype(output), shape=_shape("scores", output, {0})),),
+            outputs=(TensorSpec(name="scores", dtype=_dtype(output), shape=_shape("scores", output, varying_outputs)),),
             classes=names if has_names else None,
             image=ImageSpec(**image) if isinstance(image, dict) and len(inputs) == 1 else None,
             metric=MetricSpec(name=name_of(trained.task), value=value, higher_is_better=trained.higher_is_better),
             max_batch=max_batch,
+            sizes={
+                _free_name(name, dim): shape[dim - 1]
+                for name, shape, dims in zip(trained.model.names, largest, varying, strict=True)
+                for dim in sorted(dims - {0})
+            },
+            needs_vnni=needs_vnni,
         )
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "its parts"
         raise ConfigurationError(f"{trained.task.name} has no signature: {where}: {first['msg']}") from None
+
+
+def _attribute_of_dataset(data: Any, name: str) -> Any:
+    """The attribute of validation data, or of the dataset that a loader or a part of a dataset wraps; None without."""
+    while data is not None:
+        if (value := getattr(data, name, None)) is not None:
+            return value
+        data = getattr(data, "dataset", None)
+    return None
 
 
 def _free_name(name: str, dim: int) -> str:

@@ -29,6 +29,7 @@ from hasten.deploy.candidates import (
     INTEGER_CANDIDATES,
     Arrays,
     QuantizationCandidate,
+    has_vnni,
     prepare,
     quantizable_nodes,
     quantize_model,
@@ -124,8 +125,9 @@ def quantize(
         raise ConfigurationError(f"max_loss is a fraction of the metric from 0 up to 1, such as 0.01, not {max_loss}")
     if target not in TARGETS:
         raise ConfigurationError(f"target is one of {', '.join(TARGETS)}, not {target!r:.40}")
-    search = _Search(load_trained_model(run, task), parse_budget(budget), target, max_loss, on_progress)
     directory = Path(out) if out is not None else Path(run, "int8" if target == "cpu" else f"int8-{target}")
+    _check_out(directory, Path(run))
+    search = _Search(load_trained_model(run, task), parse_budget(budget), target, max_loss, on_progress)
     is_new = not directory.exists()
     with writable(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -140,15 +142,32 @@ def quantize(
         chosen, verdict = search.choose()
         result = search.result() | {"verdict": verdict, "out": str(directory), "peak_memory_bytes": None}
         result["chosen"] = chosen.to_json(max_loss) if chosen else None
+        files = []
+        if chosen:
+            files = search.write(chosen)
+            result["peak_memory_bytes"] = search.peak_memory(chosen)
+        text = json.dumps(result, indent=1, allow_nan=False)
+        Path(temporary, RESULT).write_text(text + "\n", encoding="utf-8")
         with writable(directory):
-            for name in (*OUTPUTS, RESULT):  # of an earlier call
+            publish([Path(temporary, RESULT)], directory)  # first: it shows that the other files are of `quantize`
+            for name in OUTPUTS:  # of an earlier call
                 (directory / name).unlink(missing_ok=True)
-            if chosen:
-                search.write(chosen, directory)
-                result["peak_memory_bytes"] = search.peak_memory(chosen)
-            text = json.dumps(result, indent=1, allow_nan=False)
-            (directory / RESULT).write_text(text + "\n", encoding="utf-8")
+            publish(files, directory)
     return result
+
+
+def _check_out(directory: Path, run: Path) -> None:
+    """Raises ConfigurationError if the result would replace files that an earlier call did not write."""
+    if directory.resolve() == run.resolve():
+        raise ConfigurationError(f"{directory} is the run itself, whose files would be replaced; choose another --out")
+    found = [name for name in (*OUTPUTS, RESULT) if (directory / name).exists()]
+    try:
+        kind = json.loads((directory / RESULT).read_bytes())["kind"] if found else None
+    except (OSError, ValueError, KeyError, TypeError):
+        kind = None
+    if found and kind != "quantize":
+        problem = f"{directory} holds {', '.join(found)}, which `hasten quantize` did not write and would replace"
+        raise ConfigurationError(f"{problem}; choose another --out")
 
 
 def _remove_if_empty(directory: Path) -> None:
@@ -261,6 +280,8 @@ class _Search:
             return
         candidate = min(static, key=lambda trial: trial.loss).candidate
         nodes = quantizable_nodes(self.prepared)
+        if not nodes:
+            return
         for node in nodes:
             others = [other for other in nodes if other != node]
             if (loss := self._subset_loss(candidate.keeping(others), f"{node} in int8")) is None:
@@ -298,7 +319,9 @@ class _Search:
         return [trial for trial in self.trials if trial.loss <= self.max_loss]
 
     def compare(self) -> None:
-        """Sets ``speedup`` and ``seconds`` of the trials that pass, in turns with the float model and eager PyTorch."""
+        """Sets ``speedup`` and ``seconds`` of the trials that pass, in turns with the float model and eager PyTorch, at
+        the batch sizes with which each is served.
+        """
         passed = self.passed
         threads = torch.get_num_threads()
         torch.set_num_threads(THREADS)
@@ -310,7 +333,7 @@ class _Search:
                 calls: dict[str, Callable[[], object]] = {
                     str(number): partial(model.run, arrays)
                     for number, trial in enumerate(passed)
-                    if isinstance(model := trial.model, OnnxModel)
+                    if isinstance(model := trial.model, OnnxModel) and size <= (trial.candidate.max_batch or size)
                 }
                 calls["torch"] = partial(self._call_torch, inputs)
                 seconds = max(1.0, self.budget * LATENCY_SHARE / len(LATENCY_BATCHES))
@@ -318,7 +341,8 @@ class _Search:
                 self.float_seconds[size] = found[""][1]
                 self.speed_of_torch[size] = found["torch"][0]
                 for number, trial in enumerate(passed):
-                    trial.speedup[size], trial.seconds[size] = found[str(number)]
+                    if str(number) in found:
+                        trial.speedup[size], trial.seconds[size] = found[str(number)]
         finally:
             torch.set_num_threads(threads)
 
@@ -347,10 +371,12 @@ class _Search:
             return min(small, key=lambda trial: (-_mean_speed(trial), trial.loss)), "smaller"
         return None, "no improvement"
 
-    def write(self, chosen: QuantizationTrial, directory: Path) -> None:
-        """Writes ``model.onnx``, or ``model.h`` and ``model.c``, and ``signature.json`` of a trial to ``directory``."""
-        max_batch = 1 if chosen.candidate.kind == "dynamic" else None
-        signature = signature_of(self.trained, chosen.value, max_batch)
+    def write(self, chosen: QuantizationTrial) -> list[Path]:
+        """Writes ``model.onnx``, or ``model.h`` and ``model.c``, and ``signature.json`` of a trial, to a temporary
+        directory; returns their paths.
+        """
+        needs_vnni = chosen.candidate.kind == "static" and has_vnni()  # whose weights then have 8 bits
+        signature = signature_of(self.trained, chosen.value, chosen.candidate.max_batch, needs_vnni)
         finished = self.directory / "finished"
         finished.mkdir()
         files = [write_signature(signature, finished)]
@@ -358,7 +384,7 @@ class _Search:
             files += write_c(chosen.model, finished, signature.task, signature.classes)
         else:
             files.append(Path(shutil.copyfile(chosen.model.path, finished / MODEL)))
-        publish(files, directory)
+        return files
 
     def peak_memory(self, chosen: QuantizationTrial) -> dict[str, int] | None:
         """Peak memory in bytes of the "float" and the "int8" model at the largest batch, each in a process of its own;

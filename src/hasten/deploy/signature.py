@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from hasten.core.errors import ConfigurationError
 
 SIGNATURE = "signature.json"
+FREE_RATIO = 4  # of a sample that is served to the largest validation sample, where a dimension is free
 
 Dtype = Literal["float32", "float64", "int64", "int32", "uint8", "bool"]
 Size = Annotated[int, Field(gt=0)]
@@ -66,6 +67,9 @@ class Signature(_Strict):
         metric: The quality of the model.
         max_batch: Samples that may be computed together; None: any number. 1 for a model whose int8 ranges follow from
             the whole batch, so that samples would change each other's scores.
+        sizes: For each named dimension of an input but the batch, its size in the largest validation sample; empty in
+            a signature that does not know it.
+        needs_vnni: Whether sums of the int8 model saturate on an x86 processor without VNNI.
     """
 
     format: Literal[1] = 1
@@ -76,6 +80,17 @@ class Signature(_Strict):
     image: ImageSpec | None = None
     metric: MetricSpec | None = None
     max_batch: Size | None = None
+    sizes: dict[str, Size] = {}
+    needs_vnni: bool = False
+
+    @property
+    def max_elements(self) -> int | None:
+        """Elements that the inputs of one sample may have together, so that a request cannot exhaust the memory:
+        FREE_RATIO times those of the largest validation sample if a dimension is free; None if that is not recorded.
+        """
+        samples = [[self.sizes.get(str(size), size) for size in spec.shape[1:]] for spec in self.inputs]
+        sizes = [[size for size in sample if isinstance(size, int)] for sample in samples]
+        return (FREE_RATIO if self.sizes else 1) * sum(map(math.prod, sizes)) if sizes == samples else None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Signature":

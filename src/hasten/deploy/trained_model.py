@@ -2,8 +2,9 @@
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from hasten.core.data import BatchSource
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.core.task import Task
 from hasten.core.types import Batch
 from hasten.deploy.onnx_model import OnnxModel
@@ -24,7 +25,7 @@ from hasten.engine.tasks import TaskRef, workload_names
 from hasten.utils.batch import TARGET_NAMES, batch_size, target_of
 
 WEIGHTS = "model.safetensors"
-SEEN_BATCHES = 32  # whose shapes tell which dimensions vary
+OUTPUT_SHAPES = 16  # shapes of inputs for which the shape of the output is computed
 
 Predict = Callable[[list[torch.Tensor]], torch.Tensor]  # input tensors of a batch -> logits
 
@@ -48,9 +49,21 @@ class InferenceModel(nn.Module):
         self.model, self.names, self.by_name = model, tuple(names), by_name
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return logits_of(self.output(*inputs))
+
+    def output(self, *inputs: torch.Tensor) -> Any:
+        """What the trained model returns: the logits, or an output that holds them."""
         if self.by_name:
-            return logits_of(self.model(**dict(zip(self.names, inputs, strict=True))))
-        return logits_of(self.model(*inputs))
+            return self.model(**dict(zip(self.names, inputs, strict=True)))
+        return self.model(*inputs)
+
+
+class LogitsOutput(dict[str, torch.Tensor]):
+    """In place of an output that holds logits beside other tensors: ``output["logits"]`` and ``output.logits``."""
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self["logits"]
 
 
 @dataclass(frozen=True)
@@ -59,15 +72,17 @@ class TrainedModel:
 
     Attributes:
         directory: The run directory.
-        task: The task.
+        task: The task, with loaded data.
         model: The model, which takes the inputs as tensors and returns logits.
         program: The task as the engine builds it without methods; only its data sources are used.
+        has_fields: Whether the model of the task returns an output that holds the logits, not the logits themselves.
     """
 
     directory: Path
     task: Task
     model: InferenceModel
     program: Program
+    has_fields: bool = False
 
     @property
     def higher_is_better(self) -> bool:
@@ -100,43 +115,82 @@ class TrainedModel:
         return values
 
     def evaluate(self, predict: Predict, batches: int | None = None) -> float:
-        """The task's metric of a predictor over the validation data, or over its first ``batches``."""
+        """The task's metric of a predictor over the validation data, or over its first ``batches``; RunError if loss,
+        metric or ``evaluate`` of the task needs more than the logits.
+        """
         source = islice(self.validation().epoch(0, 0), batches)
-        with torch.inference_mode():
-            if self.task.evaluate is not None:
-                return float(self.task.evaluate(_Predictor(self, predict), source))
-            metric = MetricAccumulator(self.task)
-            for batch in source:
-                # the target is the last item, or the field with the name of a target
-                output = predict(self.inputs_of(batch))
-                target = batch[-1] if isinstance(batch, (tuple, list)) else target_of(batch)
-                loss = self.task.loss(output, target) if self.task.loss is not None else torch.tensor(float("nan"))
-                metric.update(output, target, loss, batch_size(batch))
-            return metric.result().metric
+        try:
+            with torch.inference_mode():
+                return self._evaluate(predict, source)
+        except (AttributeError, KeyError) as error:
+            problem = f"the metric of {self.task.name} cannot be computed from logits, which an exported model returns"
+            raise RunError(f"{problem}: {format_error(error)}") from None
+
+    def _evaluate(self, predict: Predict, source: Iterable[Batch]) -> float:
+        if self.task.evaluate is not None:
+            return float(self.task.evaluate(_Predictor(self, predict), source))
+        metric = MetricAccumulator(self.task)
+        for batch in source:
+            # the target is the last item, or the field with the name of a target
+            output = self.as_output(predict(self.inputs_of(batch)))
+            target = batch[-1] if isinstance(batch, (tuple, list)) else target_of(batch)
+            loss = self.task.loss(output, target) if self.task.loss is not None else torch.tensor(float("nan"))
+            metric.update(output, target, loss, batch_size(batch))
+        return metric.result().metric
+
+    def as_output(self, logits: torch.Tensor) -> Any:
+        """Logits as loss and metric of the task read them: in an output if the model returns one."""
+        return LogitsOutput(logits=logits) if self.has_fields else logits
 
     def validation_samples(self) -> int:
         """Number of validation samples; reads all of them."""
         return sum(batch_size(batch) for batch in self.validation().epoch(0, 0))
 
+    @cached_property
+    def sample_shapes(self) -> list[tuple[torch.Size, ...]]:
+        """The different shapes of the inputs without the batch among the validation batches; reads all of them."""
+        batches = self.validation().epoch(0, 0)
+        return list(dict.fromkeys(tuple(tensor.shape[1:] for tensor in self.inputs_of(batch)) for batch in batches))
+
     def varying_dimensions(self) -> list[set[int]]:
-        """For each input, its dimensions that differ among the first SEEN_BATCHES validation batches, and always 0."""
-        batches = islice(self.validation().epoch(0, 0), SEEN_BATCHES)
-        shapes = [[tensor.shape for tensor in self.inputs_of(batch)] for batch in batches]
-        return [
-            {0} | {dim for dim, sizes in enumerate(zip(*of_input, strict=True)) if len(set(sizes)) > 1}
-            for of_input in zip(*shapes, strict=True)
-        ]
+        """For each input, its dimensions that differ between validation batches, and always 0."""
+        return [_varying(of_input) for of_input in zip(*self.sample_shapes, strict=True)]
+
+    def varying_output_dimensions(self) -> set[int]:
+        """The dimensions of the output that differ between inputs of OUTPUT_SHAPES different shapes, and always 0."""
+        shapes: dict[tuple[torch.Size, ...], torch.Size] = {}
+        with torch.inference_mode():
+            for batch in self.validation().epoch(0, 0):
+                inputs = self.inputs_of(batch)
+                if (key := tuple(tensor.shape[1:] for tensor in inputs)) not in shapes:
+                    shapes[key] = self.model(*inputs).shape[1:]
+                if len(shapes) == min(OUTPUT_SHAPES, len(self.sample_shapes)):
+                    break
+        return _varying(list(shapes.values()))
+
+
+def _varying(shapes: Sequence[torch.Size]) -> set[int]:
+    """Dimensions, counted with the batch, that differ among shapes without it, and 0."""
+    return {0} | {dim for dim, sizes in enumerate(zip(*shapes, strict=True), 1) if len(set(sizes)) > 1}
 
 
 class _Predictor(nn.Module):
-    """A predictor in the place of the model, for a task with an evaluation of its own."""
+    """A predictor in the place of the model, for a task with an evaluation of its own; it has the model's parameters,
+    by which an evaluation finds the device.
+    """
 
     def __init__(self, trained: TrainedModel, predict: Predict):
         super().__init__()
-        self.trained, self.predict = trained, predict
+        self.model, self.trained, self.predict = trained.model.model, trained, predict
+        self.training = False
 
-    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        return self.predict([*args, *(kwargs[name] for name in self.trained.model.names if name in kwargs)])
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
+        inputs = [*args, *(kwargs[name] for name in self.trained.model.names if name in kwargs)]
+        return self.trained.as_output(self.predict(inputs))
+
+    def train(self, mode: bool = True) -> "_Predictor":
+        """Changes nothing: the model stays in evaluation mode."""
+        return self
 
 
 def load_trained_model(run: str | Path, task: Any = None) -> TrainedModel:
@@ -150,7 +204,8 @@ def load_trained_model(run: str | Path, task: Any = None) -> TrainedModel:
     Raises:
         ConfigurationError: there is no trained model, the task is unknown or has no validation data, or the weights
             are not those of its model.
-        RunError: the batches of the task cannot be divided into inputs and target.
+        RunError: the batches of the task cannot be divided into inputs and target, or the model cannot be called with
+            the inputs alone or returns no logits.
     """
     directory = Path(run)
     weights = directory / WEIGHTS
@@ -161,9 +216,10 @@ def load_trained_model(run: str | Path, task: Any = None) -> TrainedModel:
     program = build(loaded)
     module = program.export().eval()
     _load_weights(module, weights, loaded.name)
-    trained = TrainedModel(directory, loaded, InferenceModel(module, (), False), program)
+    trained = TrainedModel(directory, program.task, InferenceModel(module, (), False), program)
     names = _input_names(module, trained.first_batch(), loaded)
-    return replace(trained, model=InferenceModel(module, *names).eval())
+    trained = replace(trained, model=InferenceModel(module, *names).eval())
+    return replace(trained, has_fields=not isinstance(_first_output(trained), torch.Tensor))
 
 
 def _workload_of(directory: Path) -> str:
@@ -175,6 +231,21 @@ def _workload_of(directory: Path) -> str:
     if name not in workload_names():
         raise ConfigurationError(f"the run in {directory} does not name an installed workload; add --task TASK")
     return str(name)
+
+
+def _first_output(trained: TrainedModel) -> Any:
+    """The output for the first validation batch: a tensor, or what holds one as ``logits``; RunError for others."""
+    name, inputs = trained.task.name, trained.first_inputs()
+    try:
+        with torch.inference_mode():
+            output = trained.model.output(*inputs)
+    except TypeError as error:
+        problem = f"the model of {name} cannot be called with the inputs of a batch alone, without the target"
+        raise RunError(f"{problem}: {format_error(error)}; give the target a default of None") from None
+    if not isinstance(logits_of(output), torch.Tensor):
+        problem = f"the model of {name} returns a {type(output).__name__}, which cannot be exported"
+        raise RunError(f"{problem}; let it return the scores as a tensor, or a dict with logits")
+    return output
 
 
 def _load_weights(module: nn.Module, path: Path, task: str) -> None:

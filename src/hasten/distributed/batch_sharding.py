@@ -107,6 +107,11 @@ class ShardLog:
     # (epoch, batch index) -> a global batch that this rank read completely
     batches: dict[tuple[int, int], GlobalBatch] = field(default_factory=dict)
     batch_sampler: Callable[[int], Iterable[list[int]]] | None = None  # the sampler that computed ``plans``
+    smallest: int = 1  # samples of a shard; a batch without as many for each rank is read completely by all
+
+    def is_sharded(self, samples: int, ranks: ProcessGroupInfo) -> bool:
+        """Whether the ranks share a batch of so many samples; False where each reads all of it."""
+        return samples >= self.smallest * ranks.world_size
 
 
 def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, stages: int = 1) -> BatchSource:
@@ -134,7 +139,7 @@ def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, 
             if index == start and _has_samples_outside_tensors(batch, batch_size(batch)):
                 raise RunError(NOT_TENSORS)
             log.batches[epoch, index] = batch_size(batch), _fingerprint(batch)
-            yield _shard(batch, ranks)
+            yield _shard(batch, ranks, log)
 
     return dataclasses.replace(batches, epoch=epoch, with_workers=None)
 
@@ -155,7 +160,8 @@ def with_loss_weights(
     """
     if ranks.is_single_process:
         return batches
-    check_batch_divisible(ranks.world_size, plan.batch_size)
+    if plan.is_batch_size_known:
+        check_batch_divisible(ranks.world_size, plan.batch_size)
     order_known = batches.spec is not None and batches.spec.batch_sampler is log.batch_sampler
     if replicas_differ and not order_known and ranks.is_main_process:
         warnings.warn(SYNC_EVERY_STEP, HastenWarning, stacklevel=3)
@@ -172,14 +178,14 @@ def with_loss_weights(
             local = 0 if batch is None else batch_size(batch)
             if sizes is not None:
                 samples = summed = sizes[index] if index < len(sizes) else 0
-                if local != (expected := _shard_size(samples, ranks)):
+                if local != (expected := _shard_size(samples, ranks, log)):
                     raise RunError(f"rank {ranks.rank} has {local} samples of {name}, expected {expected}: {SAME_DATA}")
             else:
-                samples, summed = _exchange_samples(_global_batch(log, epoch, index), local, name, ranks)
+                samples, summed = _exchange_samples(log, epoch, index, local, name, ranks)
             if batch is None:
                 return
             progress.global_batch_size = samples
-            progress.loss_weight = 1.0 if samples < ranks.world_size else ranks.world_size * local / summed
+            progress.loss_weight = 1.0 if local == samples else ranks.world_size * local / summed
             yield batch
             batch = None  # or its memory could not be used for the next one
             batch = next(iterator, None)
@@ -260,10 +266,12 @@ def _global_batch(log: ShardLog, epoch: int, index: int) -> GlobalBatch | None:
     return (sizes[index], fingerprint) if index < len(sizes) else None
 
 
-def _exchange_samples(known: GlobalBatch | None, local: int, name: str, ranks: ProcessGroupInfo) -> tuple[int, int]:
+def _exchange_samples(
+    log: ShardLog, epoch: int, index: int, local: int, name: str, ranks: ProcessGroupInfo
+) -> tuple[int, int]:
     """(samples of the batch, sum of all ranks' ``local``, which may be more); RunError if the ranks' data differ."""
-    samples, fingerprint = known or (None, 0)
-    if samples is not None and local != _shard_size(samples, ranks):
+    samples, fingerprint = _global_batch(log, epoch, index) or (None, 0)
+    if samples is not None and local != _shard_size(samples, ranks, log):
         samples, fingerprint = None, 0  # a method has changed the samples
     one_hot = [local if rank == ranks.rank else 0 for rank in range(ranks.world_size)]
     largest, negated_smallest, *counts = ranks.all_reduce_max([fingerprint, -fingerprint, *one_hot])
@@ -274,9 +282,14 @@ def _exchange_samples(known: GlobalBatch | None, local: int, name: str, ranks: P
     return (int(sum(counts)) if samples is None else samples), int(sum(counts))
 
 
-def _shard_size(samples: int, ranks: ProcessGroupInfo) -> int:
-    first, end = ranks.shard_bounds(samples)
-    return samples if samples < ranks.world_size else end - first
+def _shard_size(samples: int, ranks: ProcessGroupInfo, log: ShardLog) -> int:
+    first, end = _shard_bounds(samples, ranks, log)
+    return end - first
+
+
+def _shard_bounds(samples: int, ranks: ProcessGroupInfo, log: ShardLog) -> tuple[int, int]:
+    """(first, end) of this rank's samples of a batch; (0, samples) of one that each rank reads completely."""
+    return ranks.shard_bounds(samples) if log.is_sharded(samples, ranks) else (0, samples)
 
 
 def _shard_sampler(
@@ -289,7 +302,7 @@ def _shard_sampler(
         fingerprint = crc32(repr((batches[:8], batches[-1:], len(batches))).encode())
         log.plans[epoch] = [len(indices) for indices in batches], fingerprint
         for indices in batches:
-            first, end = (0, len(indices)) if len(indices) < ranks.world_size else ranks.shard_bounds(len(indices))
+            first, end = _shard_bounds(len(indices), ranks, log)
             shard = BatchIndices(indices[first:end])
             shard.first = first
             yield shard
@@ -297,11 +310,11 @@ def _shard_sampler(
     return shards
 
 
-def _shard(batch: Batch, ranks: ProcessGroupInfo) -> Batch:
+def _shard(batch: Batch, ranks: ProcessGroupInfo, log: ShardLog) -> Batch:
     samples = batch_size(batch)
     if any(tensor.ndim and tensor.shape[0] != samples for tensor in batch_tensors(batch)):
         raise RunError(NOT_TENSORS)
-    if samples < ranks.world_size:
+    if not log.is_sharded(samples, ranks):
         return batch
     first, end = ranks.shard_bounds(samples)
     return map_tensors(lambda t: t[first:end] if t.ndim and t.shape[0] == samples else t, batch)

@@ -9,10 +9,12 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from hasten._torch_compat import default_process_group_timeout, peer_failure
 from hasten.core.errors import CollectiveTimeout, ConfigurationError, PeerFailure, RunError, format_error
@@ -21,7 +23,9 @@ from hasten.utils.signals import handle_signals
 
 T = TypeVar("T")
 PEER_GONE = "another rank ended without reporting an error"
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_stores: dict[tuple[str, ...], tuple[dist.Store, Iterator[int]]] = {}  # by job; the newest one
 
 
 @contextmanager
@@ -42,7 +46,7 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
                 advice = "start the processes with hasten or torchrun"
                 raise ConfigurationError(f"WORLD_SIZE is above 1, but {missing[0]} is not set; {advice}")
             backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
-            _connect(lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout)))
+            _connect(lambda: _init_default_group(backend, timedelta(seconds=timeout)))
         group = _connect(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
     succeeded = False
     try:
@@ -104,6 +108,22 @@ def translate_peer_errors(timeout: float, message: str = PEER_GONE) -> Iterator[
         if peer_failure(error) == "gone":
             raise PeerFailure(message) from error
         raise
+
+
+def _init_default_group(backend: str, timeout: timedelta) -> None:
+    """Initializes torch's default group with keys of its own in the store of the job.
+
+    A later group of the same processes would otherwise read the addresses of the earlier one, where nothing answers.
+    """
+    job = tuple(os.environ[name] for name in ENVIRONMENT)
+    if job not in _stores:
+        _stores.clear()
+        _stores[job] = next(rendezvous("env://", timeout=timeout))[0], count()
+    store, numbers = _stores[job]
+    store = dist.PrefixStore(f"hasten/{next(numbers)}", store)
+    store.set_timeout(timeout)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 
 def _connect(connect: Callable[[], Any]) -> Any:

@@ -78,13 +78,14 @@ def _class_names(data: Any) -> Any:
 
 def initial_plan(task: Task) -> TrainPlan:
     """The training plan of a task with loaded data, before any method changes it."""
-    data, batch_size = task.train_data, _batch_size_of(task) or 1
+    data, batch_size = task.train_data, _batch_size_of(task)
     samples = length_of(data.dataset if is_prebatched(data) else data)
     items_are_batches = cast(Any, data).batch_sampler is None if isinstance(data, DataLoader) else _has_no_size(task)
     if items_are_batches:
         samples = samples and task.batch_size and samples * task.batch_size
     when: dict[str, Any] = {"evaluate_every": task.evaluate_every, "schedule_interval": task.schedule_interval}
-    return TrainPlan(batch_size, task.epochs, samples=samples, **when)
+    known = batch_size is not None
+    return TrainPlan(batch_size or 1, task.epochs, samples=samples, is_batch_size_known=known, **when)
 
 
 def training(

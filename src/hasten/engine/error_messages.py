@@ -12,7 +12,9 @@ from hasten.engine.registry import remedies
 
 LIBRARY_PATHS = (
     "/torch/",
+    "/hasten/_torch_compat",
     *(f"/hasten/{name}/" for name in ("core", "data", "distributed", "engine", "loading", "methods", "utils")),
+    *(f"/hasten/{name}/" for name in ("benchmarking", "profiling", "tuning", "launch", "hosts")),
 )
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 HINTS = {
@@ -47,7 +49,7 @@ def explain_error(error: Exception, where: str, batch_size: int) -> RunError | C
     reason, hint = format_error(error), HINTS.get(kind or "", "")
     if kind == "unused_parameters":
         reason = "RuntimeError: in this step some parameters had no gradient, and the ranks wait for all of them"
-        hint = f"pass --with {remedies('unused_parameters')}"
+        hint = f"pass --with {remedies('unused_parameters')}, in place of zero if the recipe has that"
     is_call = "takes" in text and "positional argument" in text and ".forward()" in text
     hook = getattr(error, "hook", "")
     if isinstance(error, TypeError) and is_call and not hook:

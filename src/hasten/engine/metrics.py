@@ -216,8 +216,9 @@ class MetricAccumulator:
             raise RunError("the validation data gave no batch, so there is no metric")
         value = total / samples
         if self.named is None:
-            if self.adds_up:  # else ``compute`` waits for ranks that may not call it
-                self.torchmetric.distributed_available_fn = lambda: sum_over_ranks is not None
+            if self.adds_up:  # else ``compute``, also of its parts, waits for ranks that may not call it
+                for part in self.torchmetric.modules():
+                    part.distributed_available_fn = lambda: sum_over_ranks is not None
             value = float(self._as_number(self.torchmetric.compute()))
         elif math.isfinite(value):
             value = self.named.finish(value)

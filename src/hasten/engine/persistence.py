@@ -105,7 +105,13 @@ class Persistence:
 
     def finish(self) -> None:
         """Waits for the last checkpoint, then writes the exported model to model.safetensors."""
-        weights = checkpoint.gather_weights(self.program.export().state_dict(), self.run)
+        model = self.program.export()
+        weights = checkpoint.gather_weights(model.state_dict(), self.run)
+        names: dict[int, str] = {}
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            first = names.setdefault(id(weight), name)
+            if name in weights and first in weights:  # a shard that is used twice was gathered twice
+                weights[name] = weights[first]
         self.writer.finish()
         if self.directory:
             path = self.directory.path / "model.safetensors"

@@ -25,6 +25,7 @@ from hasten.distributed.batch_sharding import (
     share_evaluation,
     with_loss_weights,
 )
+from hasten.distributed.collectives import has_local_batch_norm
 from hasten.distributed.deferred_init import deferred_init
 from hasten.engine import data_adapters
 from hasten.engine.composition import applicable_methods, call_hook, check_fits_task
@@ -90,6 +91,7 @@ def build(
         log = ShardLog()
         source, validation, shards = _build_data(task, methods, run, log)
         run.unwrapped_model = _build_model(task, fold, run)
+        log.smallest = _smallest_shard(run)
         model = run.model = fold("parallelize", run.unwrapped_model)
         run.optimizer, schedule = build_optimizer(task, fold, run)
         own_step = OwnStep(run) if task.step is not None else None
@@ -224,6 +226,12 @@ def _shard_batches(source: BatchSource, methods: Sequence[Method], run: RunConte
     differ = _replicas_differ(methods)
     weighted = with_loss_weights(source, _data_ranks(run), run.plan, run.progress, log, differ)
     return check_replica_inputs(weighted, run.ranks, run.parallel.model_parallel_size if run.parallel else 1)
+
+
+def _smallest_shard(run: RunContext) -> int:
+    """Samples that a shard must have: batch normalization over one sample fails. 1 if all batches are as small."""
+    is_small = run.plan.is_batch_size_known and run.plan.batch_size < 2 * _data_ranks(run).world_size
+    return 2 if has_local_batch_norm(run.unwrapped_model) and not is_small else 1
 
 
 def _replicas_differ(methods: Sequence[Method]) -> bool:

@@ -1,6 +1,7 @@
 """A Python file of the user's, and edits that change its text where they must, so that its formatting stays."""
 
 import ast
+import codecs
 import copy
 import difflib
 import io
@@ -38,6 +39,7 @@ class SourceFile:
         self.lines = [0]  # offset of each line
         for line in content.splitlines(keepends=True):
             self.lines.append(self.lines[-1] + len(line))
+        self.lines[0] = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0  # ``ast`` does not count it
         self.newline = "\r\n" if b"\r\n" in content else "\n"
 
     @staticmethod
@@ -48,7 +50,7 @@ class SourceFile:
             return f"lies outside of {directory}"
         try:
             content, relative = path.read_bytes(), path.relative_to(directory.resolve())
-            return SourceFile(relative.as_posix(), content, ast.parse(content.decode("utf-8")))
+            return SourceFile(relative.as_posix(), content, ast.parse(content.decode("utf-8-sig")))
         except UnicodeDecodeError:
             return "is not UTF-8 text"
         except (OSError, SyntaxError, ValueError) as error:
@@ -188,7 +190,7 @@ class SourceFile:
     def _end_of_arguments(self, call: ast.Call) -> tuple[tokenize.TokenInfo, tokenize.TokenInfo]:
         """The last token before the closing parenthesis of a call, and that parenthesis; columns are in bytes."""
         skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.ENCODING)
-        text = re.sub(rb"[\x80-\xff]", b"x", self.content)  # one column a byte, as in the tree
+        text = re.sub(rb"[\x80-\xff]", b"x", self.content[self.lines[0] :])  # one column a byte, as in the tree
         tokens = [one for one in tokenize.tokenize(io.BytesIO(text).readline) if one.type not in skipped]
         ends, end = [token.end for token in tokens], (call.end_lineno or 0, call.end_col_offset or 0)
         if end not in ends:  # within an f-string of Python 3.11, which is one token

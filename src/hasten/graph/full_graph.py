@@ -65,6 +65,9 @@ def _seed_nodes(nodes: Tensor, num_nodes: int) -> Tensor:
             shape = tuple(nodes.shape)
             raise ConfigurationError(f"a mask of the nodes must have the shape ({num_nodes},), not {shape}")
         nodes = nodes.nonzero().flatten()
+    if nodes.dtype == torch.uint8:
+        problem = "FullGraph(nodes=) must be a mask of type bool or numbers of type int64, not uint8"
+        raise ConfigurationError(f"{problem}; convert a mask with nodes.bool()")
     if nodes.ndim != 1 or nodes.is_floating_point() or not len(nodes):
         raise ConfigurationError(f"FullGraph(nodes=) must select at least one node, not {nodes!r:.80}")
     if (wrong := out_of_range(nodes, num_nodes)) is not None:

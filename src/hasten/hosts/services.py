@@ -60,13 +60,8 @@ class ScriptDescription(ScriptWorker):
 class ScriptTrial(ScriptWorker):
     """A trial of a script under a recipe."""
 
-    def run(
-        self, target: float | None = None, time_limit: float | None = None, race: str = "", horizon: float = 1.0
-    ) -> dict[str, Any]:
-        """A whole run; see ``tuning.trial.Trial.run``. RunError if ``horizon`` < 1: the script owns its length.
-
-        ``race`` is not used: what a script prints is read at its end, so only ``time_limit`` ends it early.
-        """
+    def run(self, target: float | None = None, time_limit: float | None = None, horizon: float = 1.0) -> dict[str, Any]:
+        """A whole run; see ``tuning.trial.Trial.run``. RunError if ``horizon`` < 1: the script owns its length."""
         if horizon < 1:
             raise RunError(f"{self.script.name} owns its training loop, which cannot be shortened")
         return run_to_end(self, target, time_limit)

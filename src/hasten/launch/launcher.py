@@ -276,6 +276,7 @@ def _rank_environment(processes: int, address: str) -> Iterator[None]:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch keeps the address of a store whose node was lost
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = os.environ[OUR_THREADS] = str(max(1, available_cpus() // processes))
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # else each rank would iterate over a set of strings in another order
     if interface := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # the host name may resolve to another interface
     try:

@@ -8,25 +8,60 @@ test_elastic).
 import socket
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from ipaddress import ip_address
 
 import psutil
 
 from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 
 LOOPBACK = "127.0.0.1"
+ELSEWHERE = "192.0.2.1"  # of no network (RFC 5737): the default route leads there
 TIMEOUT_S = 60.0  # how long to wait for the host at the first meeting
 REPORT_EVERY_S = 10.0
 
 
-def local_address(endpoint: str) -> str:
-    """The address of this node that HOST:PORT can reach; ConfigurationError if no route leads there."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
-            probe.connect(split_host_port(endpoint))
-            return probe.getsockname()[0]
-    except OSError as error:
-        advice = "give --rdzv-endpoint an address of one of the nodes that all of them can reach"
-        raise ConfigurationError(f"the nodes cannot meet at {endpoint}: {error.strerror}; {advice}") from None
+def local_address(endpoint: str, timeout: float = TIMEOUT_S) -> str:
+    """The address of this node that HOST:PORT can reach. ConfigurationError if no route leads there, or if the name is
+    unknown for ``timeout`` s: a cluster may enter it only when the host starts.
+
+    Many systems give the own name of a node a loopback address; this node is then reached by its default route.
+    """
+    host, port = split_host_port(endpoint)
+    waits = _waits(endpoint, timeout)
+    while True:
+        try:
+            resolved = socket.gethostbyname(host)
+            is_own_name = _is_loopback(resolved) and host not in (resolved, "localhost")
+            return _source_address(ELSEWHERE if is_own_name else resolved, port)
+        except OSError as error:
+            if isinstance(error, socket.gaierror) and next(waits, False):
+                continue
+            advice = "give --rdzv-endpoint an IP address of one of the nodes that all of them can reach"
+            raise ConfigurationError(f"the nodes cannot meet at {endpoint}: {error.strerror}; {advice}") from None
+
+
+def _source_address(host: str, port: int) -> str:
+    """The address of this node from which it would send to HOST:PORT."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
+        probe.connect((host, port))
+        return probe.getsockname()[0]
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address).is_loopback
+
+
+def _waits(endpoint: str, timeout: float) -> Iterator[bool]:
+    """Yields True after each wait of 0.2 s, for ``timeout`` s; reports every 10 s that this node waits."""
+    began = reported = time.monotonic()
+    while (now := time.monotonic()) - began <= timeout:
+        if now - reported > REPORT_EVERY_S:
+            warnings.warn(f"waiting for {endpoint} since {now - began:.0f} s", ProgressWarning, stacklevel=3)
+            reported = now
+        time.sleep(0.2)
+        yield True
 
 
 def interface_of(address: str) -> str | None:
@@ -40,28 +75,23 @@ def hosts_rendezvous(endpoint: str, timeout: float = TIMEOUT_S) -> bool:
     answer and returns False; RunError after ``timeout`` s.
     """
     host, port = split_host_port(endpoint)
-    began = reported = time.monotonic()
+    waits = _waits(endpoint, timeout)
     while True:
-        try:
+        with suppress(OSError):
             socket.create_connection((host, port), timeout=REPORT_EVERY_S).close()
             return False
-        except OSError:
-            now = time.monotonic()
         if _is_this_node(host):
             return True
-        if now - began > timeout:
+        if not next(waits, False):
             advice = f"start the same command on {host}, and check that this node can reach it"
             raise RunError(f"no answer from the rendezvous at {endpoint} for {timeout:.0f} s; {advice}")
-        if now - reported > REPORT_EVERY_S:
-            warnings.warn(f"waiting for {endpoint} since {now - began:.0f} s", ProgressWarning, stacklevel=2)
-            reported = now
-        time.sleep(0.2)
 
 
 def _is_this_node(host: str) -> bool:
     """Whether the host name resolves to an address of this node; False if it does not resolve."""
     try:
-        return interface_of(socket.gethostbyname(host)) is not None
+        address = socket.gethostbyname(host)
+        return _is_loopback(address) or interface_of(address) is not None
     except OSError:
         return False
 

@@ -42,7 +42,7 @@ class GradientAccumulation(Method):
             run.report_no_effect(self, f"each microbatch would update {state}")
         elif run.task.step is not None:
             run.report_no_effect(self, "the task's own step would carry its state from one microbatch to the next")
-        elif min(self.accumulation_steps, run.plan.batch_size) < 2:
+        elif self.accumulation_steps < 2 or (run.plan.is_batch_size_known and run.plan.batch_size < 2):
             run.report_no_effect(self, "each batch is a single microbatch")
         else:
             run.plan.microbatches = self.accumulation_steps

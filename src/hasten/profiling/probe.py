@@ -15,7 +15,6 @@ import torch
 
 from hasten._torch_compat import host_read_op
 from hasten.benchmarking.arm import Arm
-from hasten.core.errors import RunError
 from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.plan import Program, build
 from hasten.engine.resources import has_idle_cores
@@ -42,11 +41,10 @@ class Probe(Arm):
             return self.larger.train(count)
         phases = disabled_phases(self.program.run)
         phases.update({disabled} if disabled else ())
-        block = self.train(count)
-        phases.clear()
-        if not block["samples"]:
-            raise RunError("the run cannot continue: an earlier measurement with a phase switched off made it fail")
-        return block
+        try:
+            return self.train(count)
+        finally:
+            phases.clear()
 
     def timed_block(self, count: int) -> dict:
         """Trains ``count`` steps: the result of ``Arm.train``, and ``phases``: seconds by phase."""

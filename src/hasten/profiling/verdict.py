@@ -22,6 +22,8 @@ MIN_FORMAT_GAIN = 1.3  # peak of the best format / peak of the used one, from wh
 CAUSES = {
     "input": "waiting for the next batch takes {input:.0%} of the time; if batches came for free, training would be "
     "{gain:.2f}x as fast",
+    "copy": "moving the batches to the GPU costs time that nothing hides; if it were free, training would be "
+    "{gain:.2f}x as fast",
     "optimizer_step": "the optimizer's update takes {optimizer_step:.0%} of the time; if it were free, training would "
     "be {gain:.2f}x as fast",
     "evaluation": "measuring the metric takes {evaluation:.0%} of the time; without it, training would be "

@@ -34,7 +34,8 @@ from hasten.serving.shadow import Shadow
 
 LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-MAX_BODY_BYTES = 4_000_000
+MIN_BODY_LIMIT = 4_000_000  # bytes of a body that are read for any model
+BYTES_PER_ELEMENT = 32  # of a number in JSON, at most
 IMAGES_AT_ONCE = 2  # that are decoded
 BODY_TIMEOUT_S = 10.0
 CLOSE = {"Connection": "close"}  # where the rest of the body may never come
@@ -321,6 +322,11 @@ def _is_allowed(scope: Scope, token: str) -> bool:
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, word = given.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(word.strip(), token.encode())
+
+
+def body_limit(signature: Signature) -> int:
+    """Largest body of a request in bytes: that of one sample as JSON, but at least MIN_BODY_LIMIT."""
+    return max(MIN_BODY_LIMIT, BYTES_PER_ELEMENT * (signature.max_elements or 0))
 
 
 def example_inputs(signature: Signature) -> Any:

@@ -20,6 +20,7 @@ CLOSED_S = 5.0  # after which a client may try again while a server stops
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches, which --tune-batching measures
 PAYS = 1.05  # ratio of the samples per second of two sizes, below which the larger one does not pay
 SECONDS = 0.15  # for each size
+LONGEST = 1.0  # seconds of a batch, after which no larger one is measured
 MAX_WAIT_S = 0.01
 
 Arrays = tuple[numpy.ndarray, ...]  # the inputs of a request; dimension 0 is the batch
@@ -175,7 +176,9 @@ class Batcher:
 
 
 def measure_batches(compute: Callable[[Arrays], object], signature: Signature) -> dict[int, float]:
-    """Samples of a batch -> median seconds of computing it, for batches of zeros of each of ``SIZES``."""
+    """Samples of a batch -> median seconds of computing it, for batches of zeros of each of ``SIZES``, up to one that
+    takes longer than ``LONGEST``.
+    """
     seconds: dict[int, float] = {}
     for size in SIZES:
         inputs = zero_inputs(signature, size, free=16)
@@ -186,6 +189,8 @@ def measure_batches(compute: Callable[[Arrays], object], signature: Signature) -
             compute(inputs)
             times.append(time.perf_counter() - start)
         seconds[size] = sorted(times)[len(times) // 2]
+        if seconds[size] > LONGEST:
+            break
     return seconds
 
 

@@ -3,6 +3,7 @@
 import importlib
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,30 @@ from hasten.core.errors import ConfigurationError
 from hasten.deploy.onnx_model import MODEL
 from hasten.deploy.signature import SIGNATURE, read_signature
 from hasten.engine.error_messages import writable
+from hasten.serving.server import model_directory
 
 FILES = ("Dockerfile", "kubernetes.yaml")
 
 
-def write_container(model: str | Path, out: str | Path) -> list[str]:
+def write_container(model: str | Path, out: str | Path, report: Callable[[str], None] = print) -> list[str]:
     """Writes ``Dockerfile``, ``kubernetes.yaml`` and a copy of the model to ``out``; returns their paths.
 
     Args:
-        model: Directory with ``model.onnx`` and ``signature.json``.
+        model: As for ``serve``: a directory with ``model.onnx`` and ``signature.json``, that ``model.onnx``, or the run
+            directory of a workload, which is exported first.
         out: Directory of the files. Other files in it stay; an older ``model`` in it is replaced.
+        report: Called with a line for people about an export.
 
     Raises:
         ConfigurationError: There is no such model, one of ``FILES`` exists already, or ``out`` cannot be written.
     """
-    source, directory = Path(model), Path(out)
+    directory = Path(out)
+    if existing := [name for name in FILES if (directory / name).exists()]:
+        raise ConfigurationError(f"{directory / existing[0]} already exists; choose another --write")
+    source = model_directory(Path(model), report)
     signature = read_signature(source)
     if not (source / MODEL).is_file():
         raise ConfigurationError(f"{source} has no {MODEL}; make it with: hasten export RUN --onnx")
-    if existing := [name for name in FILES if (directory / name).exists()]:
-        raise ConfigurationError(f"{directory / existing[0]} already exists; choose another --write")
     jinja: Any = importlib.import_module("jinja2")
     loader = jinja.PackageLoader("hasten.serving", ".")
     templates = jinja.Environment(loader=loader, undefined=jinja.StrictUndefined, keep_trailing_newline=True)

@@ -12,6 +12,7 @@ import orjson
 from hasten.deploy.signature import ImageSpec, Signature, TensorSpec
 
 MAX_SAMPLES = 1024  # of a request
+MAX_EXACT = 2**53 - 1  # a larger whole number may have been rounded when it became a float64
 MAX_PIXELS = 16_000_000  # of an image file, before it is resized
 IMAGE_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG"}
 
@@ -46,6 +47,9 @@ def parse_json(body: bytes | bytearray, signature: Signature) -> tuple[numpy.nda
         values = [given]
     arrays = tuple(_array(value, spec) for value, spec in zip(values, signature.inputs, strict=True))
     _check_together(arrays, signature)
+    elements, limit = sum(array.size // len(array) for array in arrays), signature.max_elements
+    if limit is not None and elements > limit:
+        raise RequestError(413, f"a sample has {elements} values; at most {limit} are computed")
     return arrays
 
 
@@ -74,8 +78,12 @@ def parse_image(body: bytes | bytearray, content_type: str, signature: Signature
 
 
 def zero_inputs(signature: Signature, samples: int = 1, free: int = 4) -> tuple[numpy.ndarray, ...]:
-    """Inputs of zeros, ``samples`` of them; dimensions that may have any size have ``free``."""
-    shapes = ([samples, *(n if isinstance(n, int) else free for n in spec.shape[1:])] for spec in signature.inputs)
+    """Inputs of zeros, ``samples`` of them; free dimensions have the size of the signature, or without one ``free``."""
+    sizes = signature.sizes
+    shapes = (
+        [samples, *(size if isinstance(size, int) else sizes.get(size, free) for size in spec.shape[1:])]
+        for spec in signature.inputs
+    )
     return tuple(numpy.zeros(shape, spec.dtype) for shape, spec in zip(shapes, signature.inputs, strict=True))
 
 
@@ -121,6 +129,8 @@ def _array(value: Any, spec: TensorSpec) -> numpy.ndarray:
     limits: Any = numpy.iinfo(dtype) if dtype.kind in "iu" else numpy.finfo(dtype) if dtype.kind == "f" else None
     if limits is not None and (low < limits.min or high > limits.max):
         raise RequestError(422, f"{spec.name} has numbers outside of {spec.dtype}")
+    if dtype.kind == "i" and max(-low, high) > MAX_EXACT:
+        raise RequestError(422, f"{spec.name} has whole numbers beyond {MAX_EXACT}, which are not read exactly")
     return array.astype(dtype)
 
 

@@ -1,14 +1,15 @@
 """The served model: loaded from a directory, replaced while requests are answered."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError, RunError, format_error
+from hasten.deploy.candidates import has_vnni
 from hasten.deploy.onnx_model import MODEL, OnnxModel
 from hasten.deploy.signature import SIGNATURE, Signature, TensorSpec, read_signature
 from hasten.serving.inputs import zero_inputs
@@ -30,17 +31,28 @@ class ServedModel(OnnxModel):
         files: Inode and time of change of both files, by which a newer model is recognized.
 
     Raises:
-        ConfigurationError: A file is missing or damaged, the model is not what its signature states, or its scores for
-            a sample of zeros are not finite.
+        ConfigurationError: A file is missing or damaged, the model is not what its signature states, its scores for a
+            sample of zeros are not finite, or its sums would saturate on this processor.
     """
 
     def __init__(self, directory: Path, threads: int = 0):
         self.directory, self.threads = directory, threads
         self.files = _stamp(directory)
         self.signature = read_signature(directory)
+        if self.signature.needs_vnni and not has_vnni():
+            problem = f"the sums of {directory / MODEL} saturate on this processor, which has no VNNI"
+            raise ConfigurationError(f"{problem}; quantize the run on such a machine, or serve the float model")
         super().__init__(directory / MODEL, threads)
         self._check()
         self.loaded = datetime.now(UTC).isoformat(timespec="milliseconds")
+
+    def run(self, arrays: Sequence[numpy.ndarray]) -> numpy.ndarray:
+        """As ``OnnxModel.run``, in parts of at most ``max_batch`` samples of the signature."""
+        samples, step = len(arrays[0]), self.signature.max_batch
+        if step is None or samples <= step:
+            return super().run(arrays)
+        run = super().run
+        return numpy.concatenate([run([array[i : i + step] for array in arrays]) for i in range(0, samples, step)])
 
     def _check(self) -> None:
         """Raises ConfigurationError if the model is not what its signature says, or cannot compute one sample."""
@@ -118,10 +130,11 @@ class ModelHolder:
             if differ := [part for part in parts if getattr(new.signature, part) != getattr(self.signature, part)]:
                 problem = f"its {' and '.join(differ)} differ from those of the model being served"
                 raise ConfigurationError(f"{problem}; start a new server for it")
-        except ConfigurationError as error:
+        except Exception as error:  # whatever it is, the thread must see the next model
             self.failures += 1
             self.refused = files
-            self.report(f"the newer model was not loaded, the older one still answers: {error}")
+            reason = str(error) if isinstance(error, ConfigurationError) else format_error(error)
+            self.report(f"the newer model was not loaded, the older one still answers: {reason}")
             return
         self.model, self.refused = new, None
         self.reloads += 1

@@ -16,7 +16,7 @@ from typing import Any
 
 from hasten.core.errors import ConfigurationError
 from hasten.deploy.onnx_model import MODEL, require
-from hasten.serving.app import MAX_BODY_BYTES, example_inputs, make_app
+from hasten.serving.app import body_limit, example_inputs, make_app
 from hasten.serving.batcher import BatcherSettings, best_batching, measure_batches
 from hasten.serving.models import ModelHolder, ServedModel
 from hasten.utils.signals import handle_signals
@@ -24,7 +24,7 @@ from hasten.utils.signals import handle_signals
 MIN_TOKEN = 16  # characters
 TOKEN_VARIABLE = "HASTEN_TOKEN"
 MAX_CONNECTIONS = 1000  # at once; more get 503
-WEIGHTS = "model.safetensors"
+WEIGHTS, ENVIRONMENT = "model.safetensors", "environment.json"  # files of a run
 SWITCH_INTERVAL_S = 0.0005  # after which the event loop gives the interpreter to the inference thread; Python: 0.005
 GRACE_S = 30  # for the requests that are being answered when the server is stopped
 
@@ -38,7 +38,7 @@ def serve(
     compare: str | Path | None = None,
     tune_batching: bool = False,
     settings: BatcherSettings | None = None,
-    max_body: int = MAX_BODY_BYTES,
+    max_body: int | None = None,
     threads: int = 0,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def serve(
         compare: Directory of a second model that gets the same requests and answers none.
         tune_batching: Whether to measure the batch size and the wait at the start, in place of those of ``settings``.
         settings: Limits of batches, queue and deadline.
-        max_body: Largest body of a request, in bytes.
+        max_body: Largest body of a request, in bytes; None: that of one sample as JSON, at least 4 MB.
         threads: Threads of one operation of the model; 0: all cores.
         report: Called with lines for people.
 
@@ -70,7 +70,7 @@ def serve(
     token = _read_token(Path(token_file)) if token_file is not None else _check_token(os.environ.get(TOKEN_VARIABLE))
     if token is None and not _is_loopback(host):
         raise ConfigurationError(f"--host {host} can be reached by others; give a --token-file, or serve at 127.0.0.1")
-    first = ServedModel(_directory_of(Path(model), report), threads)
+    first = ServedModel(model_directory(Path(model), report), threads)
     holder = ModelHolder(first, report)
     second = ServedModel(Path(compare), 1) if compare is not None else None
     if second is not None and second.signature.inputs != first.signature.inputs:
@@ -87,6 +87,7 @@ def serve(
     url_host = f"[{host}]" if ":" in host else host
     address = f"http://{url_host}:{sockets[0].getsockname()[1]}"
     compared = (ServedModel(first.directory, 1), second) if second is not None else ()
+    max_body = body_limit(first.signature) if max_body is None else max_body
     app = make_app(holder, settings, max_body, token, make_page(holder, token is not None), compared)
     config = uvicorn.Config(
         app,
@@ -129,7 +130,7 @@ def make_page(holder: ModelHolder, needs_token: bool) -> str:
     )
 
 
-def _directory_of(path: Path, report: Callable[[str], None]) -> Path:
+def model_directory(path: Path, report: Callable[[str], None]) -> Path:
     """The directory of the model, from it or its ``model.onnx``; exports a run that has newer weights or no export yet;
     ConfigurationError if the path is another file, or the export fails.
     """
@@ -139,7 +140,8 @@ def _directory_of(path: Path, report: Callable[[str], None]) -> Path:
             raise ConfigurationError(f"{problem}: hasten export RUN --onnx writes them")
         return path.parent
     weights, exported = path / WEIGHTS, path / MODEL
-    if weights.exists() and (not exported.exists() or exported.stat().st_mtime < weights.stat().st_mtime):
+    is_run = weights.exists() and (path / ENVIRONMENT).exists()  # not the files of an export
+    if is_run and (not exported.exists() or exported.stat().st_mtime < weights.stat().st_mtime):
         report(f"exporting {path}")
         try:
             importlib.import_module("hasten.deploy.export").export_model(path)  # only now, since it imports torch

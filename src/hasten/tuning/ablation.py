@@ -9,7 +9,6 @@ from hasten.benchmarking.measurement import NARROW
 from hasten.benchmarking.ratio import UNSURE
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import method_class
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import surest
 from hasten.tuning.study import EXACT, Study, changes_training, exactness_of
@@ -23,8 +22,7 @@ from hasten.tuning.systems import (
     whole_run_ratio,
 )
 from hasten.tuning.time_to_target import Counts, samples_since_last_evaluation, time_to_target
-from hasten.tuning.training import FEWER_SAMPLES, Baseline, seconds_of
-from hasten.utils.search_range import SearchRange
+from hasten.tuning.training import FEWER_SAMPLES, Baseline, length_option, seconds_of
 
 MIN_SEEDS, LONGEST = 2, 3.0  # seeds that decide; a recipe without the member is stopped after so many times its seconds
 
@@ -91,7 +89,7 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
         if not counts.tuned:
             return None
     elif changes_training(recipe):
-        run = study.run(recipe, study.seed)
+        run = study.known_run(recipe, study.seed)
         samples = run.get("samples_to_target") or run.get("samples") or samples
     outcome = study.compare_speed(without, recipe)
     if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN:
@@ -107,11 +105,6 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
     return ratio.to_json() if has_interval else {"median": ratio.median, "low": None, "high": None}
 
 
-def _sets_length(name: str) -> bool:
-    ranges = method_class(name).card.search_space.values()
-    return any(isinstance(one, SearchRange) and one.is_length for one in ranges)
-
-
 def _samples_on_seeds(
     study: Study, recipe: Recipe, without: Recipe, baseline: Baseline | None
 ) -> tuple[Counts, float | None]:
@@ -124,7 +117,7 @@ def _samples_on_seeds(
     """
     counts, equal, seeds = Counts([], []), list[float](), baseline.seeds if baseline else [study.seed]
     (name,) = recipe.methods.keys() - without.methods.keys()
-    if baseline and _sets_length(name) and "failed" not in (full := study.run(recipe, seeds[0])):
+    if baseline and length_option(name) and "failed" not in (full := study.known_run(recipe, seeds[0])):
         whole, shorter = baseline.runs[0]["samples"], full["samples"]
         return Counts([(whole, 0)] * MIN_SEEDS, [(shorter, 0)] * MIN_SEEDS), None
     for seed in seeds:

@@ -26,7 +26,7 @@ from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
 from hasten.tuning.study import EXACT, Study, exactness_of
 from hasten.tuning.systems import ROUNDS, disturbance, is_disturbed, loosest_exactness
 from hasten.tuning.time_to_target import time_to_target
-from hasten.tuning.training import SEED_STEP, Baseline
+from hasten.tuning.training import SEED_STEP, Baseline, length_option
 
 FIRST_FRESH_SEED, FIRST_FURTHER_SEED = 100_000, 500_000
 MAX_FINALISTS = 3  # each further one has to pass a stricter gate
@@ -49,20 +49,22 @@ def confirm(
     Returns the attempts, the winner first if any recipe passes. ``seconds`` is the budget of each comparison of speed.
     ``tested`` are the recipes that the search has tried to confirm before, as often as it has: they make the gate
     stricter. ``after_look`` is called with all attempts after each look. ``first``: the recipes that are looked at
-    before the fastest one, in this order, with the largest parts of the error.
+    before the fastest one, in this order, with the largest parts of the error. The part of a recipe that passes goes to
+    the others: a closed test, so that the chance of any harmful one to pass stays below the error.
     """
     no_seed, looks = gate.not_passed("no seed was run", baseline.margin), _affordable_looks(study, baseline, seconds)
+    _drop_useless_substitute(baseline, LOOKS[looks - 1] - len(baseline.runs))
     finalists = _finalists(recipes, first)
     first = [recipe for recipe in first if recipe in finalists] or finalists[:1]
     known = list(dict.fromkeys(map(str, [*tested, *first, *finalists])))
-    attempts = list[Confirmation]()
-    for recipe in finalists:
-        earlier = [str(one) for one in tested].count(str(recipe))
-        confidence = gate.confidence_of(known.index(str(recipe)), looks, earlier)
-        attempts.append(Confirmation(recipe, no_seed, confidence=confidence, most_looks=looks))
+    attempts = [Confirmation(recipe, no_seed, most_looks=looks) for recipe in finalists]
     try:
         while (index := _next(attempts, first)) is not None:
-            _look(study, attempts[index], baseline, seconds)
+            attempt = attempts[index]
+            passed = {str(one.recipe) for one in attempts if one is not attempt and one.gate.passed and not one.missed}
+            rank = [name for name in known if name not in passed].index(str(attempt.recipe))
+            attempt.confidence = gate.confidence_of(rank, looks, earlier=list(tested).count(attempt.recipe))
+            _look(study, attempt, baseline, seconds, pace_of=_of_same_pace(attempt.recipe, finalists))
             after_look(attempts)
         ended = "the last look leaves it in doubt"
     except OutOfBudgetError:
@@ -75,10 +77,29 @@ def confirm(
     winner = attempts[max(speedups, key=speedups.__getitem__)] if speedups else None
     for attempt in attempts:
         lost = "slower" if attempt.passed else "refused" if attempt.why else "not tried"
-        why = attempt.why or ("a faster one passed" if winner else "the budget ended before it was tried")
+        is_beaten = winner is not None and attempts.index(attempt) > attempts.index(winner)
+        attempt.why = attempt.why or ("a faster one passed" if is_beaten else "the budget ended before it was tried")
         ratio = attempt.gain and attempt.gain.to_json()
-        study.note(str(attempt.recipe), "confirmation", "won" if attempt is winner else lost, why, ratio=ratio)
+        study.note(str(attempt.recipe), "confirmation", "won" if attempt is winner else lost, attempt.why, ratio=ratio)
     return sorted(attempts, key=lambda attempt: attempt is not winner)
+
+
+def _drop_useless_substitute(baseline: Baseline, further: int) -> None:
+    """Drops the baseline's substitute unless it saves time on so many further seeds: one run more checks it first."""
+    if baseline.substitute and baseline.substitute.speedup * further <= 1 + further:
+        baseline.substitute = None
+
+
+def _of_same_pace(recipe: Recipe, finalists: list[Recipe]) -> Recipe:
+    """The first finalist that differs from ``recipe`` in the length of the training at most: its steps are the same."""
+
+    def without_length(each: Recipe) -> Recipe:
+        members = each.methods.items()
+        return Recipe(
+            {name: {k: v for k, v in options.items() if k != length_option(name)} for name, options in members}
+        )
+
+    return next(each for each in finalists if without_length(each) == without_length(recipe))
 
 
 def _affordable_looks(study: Study, baseline: Baseline, seconds: float) -> int:
@@ -129,9 +150,18 @@ def _next(attempts: list[Confirmation], first: Sequence[Recipe]) -> int | None:
     open_attempts = [
         index
         for index, attempt in enumerate(attempts)
-        if not attempt.over and attempt.looks < attempt.most_looks and _worth_proving(index, attempts)
+        if not attempt.over
+        and attempt.looks < attempt.most_looks
+        and _worth_proving(index, attempts)
+        and not _is_hopeless(attempt)
     ]
     return min(open_attempts, key=order, default=None)
+
+
+def _is_hopeless(attempt: Confirmation) -> bool:
+    """Whether a recipe ends worse by the margin or more, over enough seeds: more of them would hardly prove it."""
+    difference = attempt.gate.difference
+    return bool(difference) and len(attempt.gate.seeds) >= MIN_SEEDS and difference["mean"] <= -attempt.gate.margin
 
 
 def _promising(attempt: Confirmation) -> bool:
@@ -152,16 +182,17 @@ def _worth_proving(index: int, attempts: list[Confirmation]) -> bool:
     return not faster_passed and (gain is None or gain.median > WORTH_PROVING * passed)
 
 
-def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: float) -> None:
+def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: float, pace_of: Recipe) -> None:
     """Compares the speed of an attempt, runs more paired seeds and judges them, also where the budget ends in between.
 
-    Stores all of it in the attempt.
+    Stores all of it in the attempt. ``pace_of``: a recipe of the same steps, whose speed is measured in its place, so
+    that two recipes which differ in the length only are compared once.
     """
     pairs = LOOKS[attempt.looks]
-    attempt.comparison = _compare(study, Recipe(), attempt.recipe, seconds)
+    attempt.comparison = _compare(study, Recipe(), pace_of, seconds)
     if is_disturbed(attempt.comparison):  # a search that continues, perhaps on an idle machine, measures it anew
         salt = f"confirmation after one beside others, in {study.budget.total:.0f} s"
-        attempt.comparison = _compare(study, Recipe(), attempt.recipe, seconds, salt)
+        attempt.comparison = _compare(study, Recipe(), pace_of, seconds, salt)
     if "failed" in attempt.comparison:
         return attempt.finish(attempt.comparison["failed"])
     check = {}  # of the whole recipe; impossible if a member may cost quality

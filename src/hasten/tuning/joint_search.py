@@ -60,8 +60,8 @@ class Space:
         return next(((key, one) for key, one in self._ranges() if one.is_length), None)
 
     def shortens(self, best: Outcome, baseline: Baseline) -> bool:
-        """Whether its shortest training is clearly shorter than that of the best recipe so far."""
-        return self.length is not None and self.length[1].low <= _longest(best, baseline)
+        """Whether twice its shortest training is clearly shorter than that of the best recipe so far."""
+        return self.length is not None and LONGER * self.length[1].low <= _longest(best, baseline)
 
     def drop(self, *names: str) -> "Space":
         """Without these methods, whose positions in the points then mean nothing."""
@@ -226,7 +226,8 @@ def _halve(
 ) -> Iterator[_Trial]:
     """Yields the trials that win, all of the first length at which any does; no length is near that of ``best``."""
     whole, unchanged = baseline.runs[0], base.methods.keys() - {item.name for item in space.items}
-    affordable = FIRST_LENGTH_SHARE * study.budget.left() / max(lengths.low * whole["trial_seconds"], 1.0)
+    of_whole = best.whole_seconds(1) * whole["samples"] / best.runs[0]["samples"]  # with the exact methods of the best
+    affordable = FIRST_LENGTH_SHARE * study.budget.left() / max(lengths.low * of_whole, 1.0)
     points = space.sample(min(POINTS[1], max(POINTS[0], int(affordable))), study.seed)
     length, end, seen = lengths.low, min(lengths.high, _longest(best, baseline)), []
 

@@ -292,7 +292,7 @@ def _runs(baseline: Baseline | None, confirmation: Confirmation | None) -> Any:
 
     Without the seconds and curves of runs that a substitute of the original has made.
     """
-    if confirmation:
+    if confirmation and confirmation.baseline_runs:
         arms, paired = {"baseline": confirmation.baseline_runs, "tuned": confirmation.tuned_runs}, confirmation.paired
         seeds = {"baseline": paired, "tuned": paired}
     else:

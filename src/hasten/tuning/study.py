@@ -61,30 +61,30 @@ class Study:
     complete: dict[tuple[str, int, float], dict] = field(default_factory=dict)  # runs by (recipe, seed, horizon)
     trials: list[Any] = field(default_factory=list)  # notes for the report about every trial, losers too
 
-    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None, race: str = "") -> dict:
+    def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
         """Trains ``recipe`` to the horizon: the keys of ``Trial.run`` and ``_time_to_target``, or ``failed`` (why).
 
-        With a ``time_limit`` (seconds) the run may be pruned, also where it is behind the learning curve ``race``; see
-        ``Trial.run``.
+        With a ``time_limit`` (seconds) the run may be pruned, see ``Trial.run``. One that was not counts for every
+        later limit.
         """
         key = (str(recipe), seed, self.horizon)
         outcome = self.complete.get(key)
         if outcome is None:
             known = [run["trial_seconds"] for k, run in self.complete.items() if k[::2] == (str(recipe), self.horizon)]
-            what: dict[str, Any] = {"recipe": recipe.methods, "seed": seed, "time_limit": time_limit}
-            limits = {} if time_limit is None else {"target": self.target, "time_limit": time_limit}
-            if race and limits:
-                what["race"] = limits["race"] = race
-            if self.horizon < 1:
-                what["horizon"] = limits["horizon"] = self.horizon
+            what, limits = self._description(recipe, seed), self._horizon
+            is_limited = time_limit is not None and not self.has_run(recipe, seed)
+            if is_limited:
+                limits |= {"target": self.target, "time_limit": time_limit}
             outcome = self._charge(
                 "run",
-                what,
+                what | ({"time_limit": time_limit} if is_limited else {}),
                 f"training {recipe}, seed {seed}",
                 lambda on_progress: self._in_worker(recipe, seed, "run", on_progress, **limits),
                 failure_lasts=bool(recipe),
                 expected=min(known, default=0.0),
             )
+            if is_limited and "failed" not in outcome and not outcome["pruned"]:
+                self.store.trial("run", self._hashed(what), lambda: outcome)
         if "failed" in outcome:
             return outcome
         if not outcome["pruned"]:
@@ -93,9 +93,21 @@ class Study:
 
     def has_run(self, recipe: Recipe, seed: int) -> bool:
         """Whether a whole run to the horizon is there already, of this search or of an earlier one in its directory."""
-        horizon = {"horizon": self.horizon} if self.horizon < 1 else {}
-        what = self._hashed({"recipe": recipe.methods, "seed": seed, "time_limit": None, **horizon})
-        return (str(recipe), seed, self.horizon) in self.complete or ("run", what) in self.store
+        known = "run", self._hashed(self._description(recipe, seed))
+        return (str(recipe), seed, self.horizon) in self.complete or known in self.store
+
+    def known_run(self, recipe: Recipe, seed: int) -> dict:
+        """A whole run of ``recipe`` to the horizon on any seed: one that is there already, else on ``seed``."""
+        known = (at for name, at, horizon in self.complete if (name, horizon) == (str(recipe), self.horizon))
+        return self.run(recipe, next(known, seed))
+
+    @property
+    def _horizon(self) -> dict[str, Any]:
+        return {"horizon": self.horizon} if self.horizon < 1 else {}
+
+    def _description(self, recipe: Recipe, seed: int) -> dict[str, Any]:
+        """What a run without a limit is in the store."""
+        return {"recipe": recipe.methods, "seed": seed, "time_limit": None, **self._horizon}
 
     @property
     def where(self) -> dict[str, Any]:

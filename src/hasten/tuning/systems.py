@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
+from hasten.benchmarking.blocks import BLOCK_SECONDS, MIN_PAIRS
+from hasten.benchmarking.measurement import SLACK
 from hasten.benchmarking.ratio import FASTER, SAME, SLOWER, UNSURE, Ratio
 from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
 from hasten.core.card import Card, Exactness
@@ -35,7 +37,6 @@ MIN_GAIN = 1.02  # a smaller gain in the time of the training is none
 ROUNDS, MANY_ROUNDS = (3, 8), (3, 16)  # pairs of processes in a comparison that is reported, and in a longer one
 PROBABLE = 0.65  # of the half width of an interval of 95 %: the median is then above 1 with a certainty of 90 %
 PROMISING_GAIN, LONGER = 1.05, 3  # a comparison that is unsure with this median is repeated for so many times as long
-MIN_STARTS = 3  # as often as the arms start in its seconds, so that there are two rounds; else it shows nothing new
 LONGER_COMPARISON: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "salt": "longer"}
 MAX_LOSSES = 2  # presets in a row that lost, after which a method is given up: they grow bolder
 MAX_FALLBACKS = 3  # recipes to confirm, if the best ones fail
@@ -142,29 +143,6 @@ def search_systems(
                 incumbents.push(*best)
 
 
-def try_unsure_together(
-    study: Study, incumbents: Incumbents, candidates: list[Candidate], samples: float, seconds: float
-) -> None:
-    """Tries as one recipe, and for longer, what was unsure in ``search_systems``; pushes it if it is accepted.
-
-    Several methods that save a few per cent each are not surely faster one by one, and together they are.
-    """
-    recipe = incumbents.best
-    for item in candidates:
-        seen = {str(Recipe({item.name: options})): options for options in item.presets}
-        unsure = [trial for trial in study.trials if trial["what"] in seen and trial["verdict"] == UNSURE]
-        best = max(unsure, key=lambda trial: trial["ratio"]["median"], default=None)
-        if best and best["ratio"]["median"] > MIN_GAIN and item.name not in recipe.methods:
-            joined = recipe.with_method(item.name, **seen[best["what"]])
-            recipe = joined if conflict_reason(joined) is None else recipe
-    if recipe != incumbents.best:
-        text = str(recipe.drop(*incumbents.best.methods))
-        if accepted := _try_recipe(
-            study, incumbents.best, recipe, text, samples, LONGER * seconds, **LONGER_COMPARISON
-        ):
-            incumbents.push(*accepted)
-
-
 def _try_recipe(
     study: Study,
     base: Recipe,
@@ -174,12 +152,8 @@ def _try_recipe(
     seconds: float,
     exactness: Exactness | None = None,
     check_first: bool = False,
-    **how: Any,
 ) -> tuple[Recipe, Ratio] | None:
-    """Compares ``recipe`` with ``base``: (recipe, speed-up) if it is accepted, else None; notes the trial.
-
-    ``how``: further arguments of ``Study.compare_speed``.
-    """
+    """Compares ``recipe`` with ``base``: (recipe, speed-up) if it is accepted, else None; notes the trial."""
     exactness = exactness or loosest_exactness(recipe)
     spent, ratio, outcome = 0.0, None, dict[str, Any]()
 
@@ -201,16 +175,13 @@ def _try_recipe(
         spent += check["trial_seconds"]
         if not check.get("passed"):
             return note(*check_verdict(check))
-    outcome = study.compare_speed(base, recipe, seconds=seconds, **how)
+    outcome = study.compare_speed(base, recipe, seconds=seconds)
     spent += outcome["trial_seconds"]
-    is_open = outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN
-    is_open = is_open and LONGER * seconds > MIN_STARTS * sum(outcome["start_seconds"].values())
-    if (is_open and not how) or is_disturbed(outcome):
+    if _may_be_settled_by_more(outcome, LONGER * seconds) or is_disturbed(outcome):
         ratio, again = outcome["ratio"], dict(LONGER_COMPARISON)
         if is_disturbed(outcome):  # a search that continues, perhaps on an idle machine, measures it anew
             again["salt"] = f"after one beside others, in {study.budget.total:.0f} s"
-        longer = seconds if how else LONGER * seconds
-        outcome = unless_budget_ends(lambda: study.compare_speed(base, recipe, seconds=longer, **again))
+        outcome = unless_budget_ends(lambda: study.compare_speed(base, recipe, seconds=LONGER * seconds, **again))
         spent += outcome["trial_seconds"]
     if "failed" in outcome:
         return note(failure_verdict(outcome["failed"]), outcome["failed"])
@@ -229,6 +200,17 @@ def _try_recipe(
         return note(*check_verdict(check))
     note("kept", f"{outcome['why']}; {check['why']}")
     return recipe, whole_run_ratio(outcome, samples)
+
+
+def _may_be_settled_by_more(outcome: dict[str, Any], seconds: float) -> bool:
+    """Whether a promising comparison was left open, and one of so many ``seconds`` would have several rounds.
+
+    A single round again, however long, would know as little about how much fresh processes differ.
+    """
+    if outcome.get("verdict") != UNSURE or outcome["ratio"]["median"] <= PROMISING_GAIN:
+        return False
+    shortest_round = sum(outcome["start_seconds"].values()) + 2 * MIN_PAIRS * BLOCK_SECONDS
+    return seconds > ROUNDS[0] * SLACK * shortest_round
 
 
 def confirm_speed(
@@ -274,7 +256,7 @@ def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float
     longer = _longer_comparison(outcome, samples, seconds, is_last)
     to_start = sum(outcome.get("start_seconds", {}).values())
     if longer > outcome.get("seconds", 0.0) and longer + to_start < study.budget.left():
-        how |= {"seconds": longer, "rounds": ROUNDS if longer == seconds else MANY_ROUNDS}
+        how |= {"seconds": longer, "rounds": MANY_ROUNDS}
         outcome = _measured_again(study, recipe, outcome, how, f"confirmation of {longer:.0f} s")
     elif is_disturbed(outcome):  # a search that continues, perhaps on an idle machine, measures it anew
         salt = f"confirmation after one beside others, in {study.budget.total:.0f} s"

@@ -33,7 +33,6 @@ from hasten.tuning.systems import (
     conflict_reason,
     search_systems,
     try_compositions,
-    try_unsure_together,
     whole_run_ratio,
     without_effect,
 )
@@ -88,7 +87,6 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
             try_compositions(study, state.incumbents, experienced, samples, screening)
             quick = [item for item in exact if not item.card.high_setup_cost]
             search_systems(study, state.incumbents, quick, samples, screening)
-            try_unsure_together(study, state.incumbents, quick, samples, screening)
             find_strong_baseline(study, state, samples, screening)
             search_systems(study, state.incumbents, [item for item in exact if item not in quick], samples, screening)
             if not fits:  # else the whole recipe is measured so, once whole trainings have shown which it is

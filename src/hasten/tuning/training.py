@@ -18,7 +18,7 @@ from typing import Any
 
 from hasten.benchmarking.ratio import FASTER
 from hasten.core.recipe import Recipe
-from hasten.tuning.race import to_text
+from hasten.engine.registry import method_class
 from hasten.tuning.study import Study
 from hasten.tuning.systems import (
     MIN_GAIN,
@@ -32,6 +32,7 @@ from hasten.tuning.systems import (
     merge,
     without_effect,
 )
+from hasten.utils.search_range import SearchRange
 
 FEWER_SAMPLES = 0.99  # above this ratio of samples only the speed can make a recipe faster
 NEARLY_AS_FAST = 0.95  # then a clearly better end is worth more, if the confirmation agrees
@@ -179,7 +180,7 @@ class Outcome:
             return outcome(failure_verdict(run["failed"]), run["failed"])
         if run["pruned"]:
             last = run["evaluations"][-1] if run["evaluations"] else run  # no metric before its first evaluation
-            end = f" at {run['metric']:.4g}" if run["evaluations"] else ""
+            end = f" at {run['metric']:.4g}" if run["evaluations"] and run["metric"] is not None else ""
             why = f"was stopped after {last['seconds']:.1f} s{end}: it could no longer win"
             return outcome("no gain", why)
         is_short = outcome("kept", "").share_of_samples(best) < FEWER_SAMPLES
@@ -221,11 +222,12 @@ def try_training_compositions(
 ) -> Outcome:
     """Trains whole recipes that won elsewhere, added to the best so far, and pushes those that win.
 
-    One that fails since some of its methods have no effect here is tried again without these. ``best`` is the outcome
-    of the best recipe so far; returns that of the new best.
+    One that fails since some of its methods have no effect here is tried again without these; a length that is not
+    shorter than that of the best recipe is left out. ``best`` is the outcome of the best recipe so far; returns that of
+    the new best.
     """
     for one in recipes:
-        recipe = one.drop(*without_effect(study, one))
+        recipe = _without_longer_length(incumbents.best, one.drop(*without_effect(study, one)))
         while (merged := merge(incumbents.best, recipe)) != incumbents.best and not conflict_reason(merged):
             if study.task.command and not changes_something(study, incumbents.best, merged, str(recipe)):
                 break
@@ -238,6 +240,23 @@ def try_training_compositions(
                 break
             recipe = able
     return best
+
+
+def length_option(name: str) -> str | None:
+    """The option of a method that is the length of the training; None if it has none."""
+    space = method_class(name).card.search_space.items()
+    return next((option for option, one in space if isinstance(one, SearchRange) and one.is_length), None)
+
+
+def _without_longer_length(best: Recipe, recipe: Recipe) -> Recipe:
+    """``recipe`` without a method that would replace the length of ``best`` by one that is not shorter."""
+
+    def is_longer(name: str) -> bool:
+        option = length_option(name)
+        now, then = (each.methods.get(name, {}).get(option) for each in (best, recipe))
+        return now is not None and then is not None and then >= now
+
+    return recipe.drop(*(name for name in recipe.methods if is_longer(name)))
 
 
 def changes_something(study: Study, base: Recipe, recipe: Recipe, text: str) -> bool:
@@ -253,11 +272,13 @@ def changes_something(study: Study, base: Recipe, recipe: Recipe, text: str) -> 
 
 
 def first_outcome(baseline: Baseline, speedup: float = 1.0) -> Outcome:
-    """The outcome to beat: the first run of the baseline, as fast as the exact ``speedup`` of the best recipe makes it.
+    """The outcome to beat: a run of the baseline, as fast as the exact ``speedup`` of the best recipe makes it.
 
-    A recipe that trains the same steps needs no run of its own.
+    A recipe that trains the same steps needs no run of its own. The run is that of median seconds: another program may
+    have slowed the first one.
     """
-    run = dict(baseline.runs[0])
+    by_seconds = sorted(baseline.runs, key=seconds_of)
+    run = dict(by_seconds[(len(by_seconds) - 1) // 2])
     run |= {key: run[key] and run[key] / speedup for key in ("seconds", "seconds_to_target")}
     run["evaluations"] = [{**row, "seconds": row["seconds"] / speedup} for row in run.get("evaluations", ())]
     return Outcome("kept", "", (run | {"trial_seconds": 0.0},))
@@ -285,7 +306,7 @@ def search_training(
                 if not changes_something(study, base, recipe, text):
                     break
                 is_checked = True
-            outcome = run_seeds(study, recipe, best, baseline, seen, races=True)
+            outcome = run_seeds(study, recipe, best, baseline, seen)
             if outcome.verdict == "kept" and not outcome.needs_fewer(best) and not outcome.ends_better(best, baseline):
                 outcome = _require_speed(study, incumbents.best, recipe, outcome)
             note_outcome(study, text, outcome, best)
@@ -310,13 +331,11 @@ def run_seeds(
     best: Outcome,
     baseline: Baseline,
     seen: list,
-    races: bool = False,
     same_steps: bool = False,
 ) -> Outcome:
     """Runs one seed after the other, as long as the recipe can be kept and the other seeds are affordable.
 
-    A run on the first seed is ended once it can no longer win. If it ``races``, that includes one that is behind the
-    learning curve of the best so far; a compressed schedule rises late, and must not.
+    A run on the first seed is ended once it can no longer win.
 
     With ``same_steps`` the recipe differs from the best one in its length only: samples are compared, since the clocks
     of two runs differ by more than their pace.
@@ -326,11 +345,8 @@ def run_seeds(
     """
     runs: list[dict] = []
     time_limit = round(TIME_LIMIT * best.whole_seconds(1), 2)
-    rows = best.runs[0].get("evaluations", ()) if races else ()
-    curve = to_text([(row["seconds"], row["metric"]) for row in rows if row["metric"] is not None])
     for seed in baseline.seeds:
-        limits: Any = {} if runs else {"time_limit": time_limit, "race": curve}
-        runs.append(study.run(recipe, seed, **limits))
+        runs.append(study.run(recipe, seed, time_limit=None if runs else time_limit))
         evaluations = [(row["samples"], row["metric"]) for row in runs[0].get("evaluations", ())]
         if len(runs) == 1 and len(evaluations) >= MIN_EVALUATIONS:
             if evaluations in seen:

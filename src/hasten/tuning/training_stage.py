@@ -287,7 +287,7 @@ def _confirm(
         known = [one for one in findings if one.evidence != ESTIMATED or one.recipe not in judged]
         found = [one for one in looked_at if one.gain and one.gain.median > 1]
         state.findings = known + [_finding_of(study, state, attempt, is_whole) for attempt in found]
-        best = next((attempt for attempt in attempts if attempt.passed), attempts[0])
+        best = max(attempts, key=lambda one: (one.passed, not one.passed and len(one.paired), bool(one.comparison)))
         if is_whole and (before is None or best.beats(before)):
             state.confirmation = best
         state.save()
@@ -304,6 +304,8 @@ def _confirm(
             state.winner_in_one_process = compare_with_one_process(study, state, winner.recipe, samples)
     with budget.part(1.0):
         compare_with_strong_baseline(study, winner, state.strong_baseline, seconds)
+        pace, shares = winner.comparison["seconds_per_1000_samples"]["a"], state.diagnosis.get("phases") or {}
+        state.step_profiles["baseline"] = {name: share * pace for name, share in shares.items() if share is not None}
         state.step_profiles["tuned"] = study.step_profile(winner.recipe)
     if winner.recipe != state.ablated or len(state.contributions) < len(winner.recipe.methods):
         samples = baseline.samples_to_target()

@@ -22,7 +22,6 @@ from hasten.engine.metrics import higher_is_better, name_of
 from hasten.engine.tasks import TaskRef
 from hasten.engine.train import device_of, train
 from hasten.profiling.probe import Probe
-from hasten.tuning.race import from_text, is_behind
 from hasten.utils.accelerated_schedule import accelerate_schedule
 from hasten.utils.optimizers import optimizer_and_schedule
 from hasten.utils.targets import first_sustained_target
@@ -37,21 +36,18 @@ class Trial:
         self.task, self.recipe, self.device, self.seed = TaskRef.from_json(task), Recipe(methods), device, seed
         self.on_progress = no_progress
 
-    def run(
-        self, target: float | None = None, time_limit: float | None = None, race: str = "", horizon: float = 1.0
-    ) -> dict:
+    def run(self, target: float | None = None, time_limit: float | None = None, horizon: float = 1.0) -> dict:
         """A run: RESULT_KEYS of the result of ``train``, and whether the run was ``pruned``.
 
         It trains the fraction ``horizon`` of the training, or the whole.
         A run that has not reached the target of the metric after ``time_limit`` seconds is pruned: it can no longer
-        win. So is one that falls behind the learning curve ``race`` of the best recipe so far (see ``race.py``).
-        Its evaluations up to there are its result.
+        win. Its evaluations up to there are its result.
 
         Raises RunError if a method has no effect, or the metric is missing or not finite.
         """
         recipe = self.recipe
         if time_limit is not None and target is not None:
-            limits = {"seconds": float(time_limit), "target": float(target), "curve": race}
+            limits = {"seconds": float(time_limit), "target": float(target)}
             recipe = recipe.with_method(f"{__name__}:TimeLimitPruner", **limits)
         if horizon < 1:
             recipe = recipe.with_method(f"{__name__}:Horizon", fraction=float(horizon))
@@ -61,11 +57,7 @@ class Trial:
             raise RunError("the metric is missing or not a finite number")
         metrics = [evaluation["metric"] for evaluation in result["evaluations"]]
         missed = first_sustained_target(metrics, target, result["higher_is_better"]) is None
-        sign, lost = 1 if result["higher_is_better"] else -1, False
-        if time_limit is not None and missed:
-            seconds = result["evaluations"][-1]["seconds"] if metrics else result["seconds"]
-            behind = is_behind(from_text(race), seconds, metrics, time_limit, sign)
-            lost = result["seconds"] >= time_limit or behind
+        lost = time_limit is not None and missed and result["seconds"] >= time_limit
         return {**{key: result[key] for key in RESULT_KEYS}, "pruned": result["stopped"] and lost}
 
     def check_exactness(self, base: dict, exactness: str, seconds: float) -> dict:
@@ -119,23 +111,20 @@ class Description:
 
 @dataclass(frozen=True)
 class TimeLimitPruner(Method):
-    """Ends a run that has not reached the target within ``seconds``, or is behind the ``curve`` of a better one."""
+    """Ends a run that has not reached the target within ``seconds``."""
 
     seconds: float = 0.0
     target: float = 0.0
-    curve: str = ""  # as ``race.to_text`` writes it
 
     card = Card(summary="ends a run that can no longer win", exactness=Exactness.BIT_EXACT, order=WrapOrder.LAST)
 
     def plan(self, plan: TrainPlan, run: RunContext) -> TrainPlan:
         inner, began, sign = plan.stop, time.monotonic(), 1 if run.services.higher_is_better() else -1
-        curve = from_text(self.curve)
 
         def stop(history: list[Evaluation]) -> bool:
-            metrics, seconds = [evaluation.metric for evaluation in history], time.monotonic() - began
-            reached = any(sign * metric >= sign * self.target for metric in metrics)
-            lost = seconds > self.seconds or is_behind(curve, seconds, metrics, self.seconds, sign)
-            return (lost and not reached) or (inner is not None and inner(history))
+            reached = any(sign * evaluation.metric >= sign * self.target for evaluation in history)
+            lost = time.monotonic() - began > self.seconds and not reached
+            return lost or (inner is not None and inner(history))
 
         plan.stop = stop
         return plan

@@ -12,11 +12,12 @@ How a batch is passed to the model and the loss::
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from hasten.core.errors import RunError
 from hasten.core.types import Batch
@@ -28,7 +29,9 @@ TARGET_NAMES = ("labels", "label", "target", "targets", "y")
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
-    """Returns ``batch`` with ``function`` applied to every tensor in it; other leaves stay as they are."""
+    """Returns ``batch`` with ``function`` applied to every tensor in it; other leaves stay as they are. Of a
+    PackedSequence it is applied to the data.
+    """
     kind = type(batch)
     if kind is tuple or kind is list:  # the usual batches in half the time of tree_map
         return kind([function(item) if type(item) is torch.Tensor else map_tensors(function, item) for item in batch])
@@ -37,30 +40,48 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) 
             key: function(item) if type(item) is torch.Tensor else map_tensors(function, item)
             for key, item in batch.items()
         }
-    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+    def map_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):  # its batch_sizes stay on the CPU, its indices lie where its data does
+            data = function(leaf.data)
+            indices = (index if index is None else index.to(data.device, non_blocking=True) for index in leaf[2:])
+            return PackedSequence(data, leaf.batch_sizes, *indices)
+        return function(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(map_leaf, batch)
 
 
 def batch_tensors(batch: Batch) -> list[torch.Tensor]:
-    """Every tensor in the batch, in order."""
+    """Every tensor in the batch, in order; of a PackedSequence its data."""
     items = batch.values() if type(batch) is dict else batch
     if type(batch) in (tuple, list, dict) and all(type(item) is torch.Tensor for item in items):  # fast
         return list(items)
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    leaves = (leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in tree_leaves(batch))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def batch_size(batch: Batch) -> int:
-    """Number of samples: the first dimension of the first tensor that is not a scalar; 1 without one. Of a graph, the
-    number of its seed nodes. Tensors in lists of the batch come last: these may be samples.
+    """Number of samples: the first dimension of the first tensor that is not a scalar, or the number of sequences of a
+    PackedSequence; 1 without one. Of a graph, the number of its seed nodes. Tensors in lists of the batch come last:
+    these may be samples.
     """
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and (shape := batch[0].shape):
         return shape[0]  # the usual case, fast: one tensor is touched once
     if is_graph(batch):
         return num_seeds(batch)
-    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    first = (tensor for item in items if type(item) is not list for tensor in batch_tensors([item]) if tensor.ndim)
-    if (tensor := next(first, None)) is not None:
-        return tensor.shape[0]
-    return next((tensor.shape[0] for tensor in batch_tensors(batch) if tensor.ndim), 1)
+    is_sequence = isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence)
+    items = batch.values() if isinstance(batch, Mapping) else batch if is_sequence else [batch]
+    outside_lists = (size for item in items if type(item) is not list for size in _sizes(item))
+    return next(chain(outside_lists, _sizes(batch)), 1)
+
+
+def _sizes(batch: Batch) -> Iterator[int]:
+    """The first dimension of each tensor that is not a scalar, in order; of a PackedSequence, its sequences."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, PackedSequence):
+            yield int(leaf.batch_sizes[0])
+        elif isinstance(leaf, torch.Tensor) and leaf.ndim:
+            yield leaf.shape[0]
 
 
 def copy_to_device(batch: Batch, device: torch.device) -> Batch:
@@ -82,13 +103,16 @@ def copy_to_device(batch: Batch, device: torch.device) -> Batch:
 def chunk_batch(batch: Batch, count: int) -> list[Batch]:
     """The batch cut along its first dimension into at most ``count`` views of nearly equal size, none empty. Lists of
     samples are cut, too; tensors of another length and other values are in each as they are. RunError for a graph,
-    whose samples share their neighbors.
+    whose samples share their neighbors, and for a PackedSequence, whose samples are interleaved.
     """
     total = batch_size(batch)
     count = max(1, min(count, total))
     if is_graph(batch) and count > 1:
         advice = "leave out the method that requires this"
         raise RunError(f"a graph cannot be cut into microbatches, because its nodes share their neighbors; {advice}")
+    if count > 1 and any(isinstance(leaf, PackedSequence) for leaf in tree_leaves(batch)):
+        advice = "pack them in the model, or leave out the method that requires this"
+        raise RunError(f"a batch of packed sequences (PackedSequence) cannot be cut into microbatches; {advice}")
     edges = [total * i // count for i in range(count + 1)]
 
     def has_all(item: Any) -> bool:

@@ -128,6 +128,12 @@ class IntegerModel:
         """The scores."""
         return self.activations[self.layers[-1].output]
 
+    @property
+    def scores_shape(self) -> tuple[int, ...]:
+        """The shape of the scores of one sample: that of ``output``, or of the last reshape of it."""
+        views = [name for name, source in self.views.items() if source == self.output.name]
+        return self.activations[views[-1] if views else self.output.name].shape
+
 
 def activation_of(name: str, shape: tuple[int, ...], low: float, high: float) -> Activation:
     """An activation whose integers cover the range from ``low`` to ``high``, and 0 exactly."""

@@ -32,7 +32,7 @@ def dequantize(activation: Activation, integers: numpy.ndarray) -> numpy.ndarray
 
 
 def run(model: IntegerModel, inputs: numpy.ndarray) -> numpy.ndarray:
-    """The scores, int8 (N, classes), of int8 inputs (N, *shape)."""
+    """The scores, int8 (N, *scores_shape), of int8 inputs (N, *shape)."""
     values = {model.input.name: inputs}
     for layer in model.layers:
         read = [model.activations[name] for name in layer.inputs]
@@ -40,7 +40,7 @@ def run(model: IntegerModel, inputs: numpy.ndarray) -> numpy.ndarray:
         output = model.activations[layer.output]
         computed = _compute(layer, sources, [one.zero_point for one in read], output.zero_point)
         values[layer.output] = computed.reshape(len(inputs), *output.shape)
-    return values[model.output.name]
+    return values[model.output.name].reshape(len(inputs), *model.scores_shape)
 
 
 def _compute(layer: Layer, sources: list[numpy.ndarray], points: list[int], zero_point: int) -> numpy.ndarray:

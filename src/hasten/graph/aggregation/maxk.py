@@ -38,7 +38,8 @@ def maxk(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class MaxK(torch.nn.Module):
-    """``maxk`` as a layer, in place of a ReLU before an aggregation. Rows with at most k values pass unchanged.
+    """``maxk`` as a layer, in place of a ReLU before an aggregation, for rows along the last dimension. Rows with at
+    most k values pass unchanged.
 
     Raises:
         ConfigurationError: k is no integer from 1 up.
@@ -49,7 +50,7 @@ class MaxK(torch.nn.Module):
         self.k = check_integer("k of MaxK", k, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.shape[-1] <= self.k else maxk(x, self.k)
+        return x if x.shape[-1] <= self.k else maxk(x.reshape(-1, x.shape[-1]), self.k).view(x.shape)
 
     def extra_repr(self) -> str:
         return f"k={self.k}"

@@ -205,6 +205,8 @@ def _mesh(run: RunContext, shard_size: int = 0) -> DeviceMesh:
 
 
 def _shard(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
+    for weight in model.parameters():  # torch shards no others; activations stay channels-last
+        weight.data = weight.data.contiguous()
     for block in _blocks(model):
         fully_shard(block, **options)
     if policy := options.get("mp_policy"):

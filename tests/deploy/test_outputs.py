@@ -1,0 +1,188 @@
+"""Models whose output is no plain tensor of one shape, and names of classes in data of any kind."""
+
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from hasten import RunError, Task
+
+pytest.importorskip("onnxruntime")
+
+from hasten.deploy.export import export_model, signature_of
+from hasten.deploy.trained_model import load_trained_model
+from hasten.serving.batcher import measure_batches
+from hasten.serving.models import ServedModel
+
+NAMES = ("red", "green", "blue")
+
+
+def points():
+    """16 points of 4 numbers in 3 classes, with their names."""
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(16, 4, generator=generator), torch.arange(16) % 3)
+    data.classes, data.image = numpy.array(NAMES), {"height": 2, "width": 2, "channels": 1}
+    return data
+
+
+class Returning(nn.Module):
+    """A linear layer whose scores are returned in another form."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.head, self.form = nn.Linear(4, 3), form
+
+    def forward(self, x):
+        return self.form(self.head(x))
+
+
+class NeedsTarget(nn.Linear):
+    def forward(self, x, labels):
+        return super().forward(x) + labels.sum()
+
+
+def task_of(model, **options):
+    """A task on the points."""
+    defaults = {"train_data": points(), "validation_data": points(), "loss": nn.functional.cross_entropy}
+    optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
+    return Task(model=model, optimizer=optimizer, batch_size=4, name="points", **(defaults | options))
+
+
+def run_of(task, directory):
+    """A run directory with random weights of the task's model."""
+    directory.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    save_file(task.model().state_dict(), directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "validation",
+    [
+        points(),
+        lambda: points(),
+        Subset(points(), range(8)),
+        DataLoader(points(), 4),
+        lambda: DataLoader(Subset(points(), range(8)), 4),
+    ],
+    ids=["dataset", "function", "subset", "loader", "function of a loader of a subset"],
+)
+def test_classes_and_image_are_those_of_the_dataset(validation, tmp_path):
+    task = task_of(lambda: nn.Linear(4, 3), validation_data=validation)
+    signature = signature_of(load_trained_model(run_of(task, tmp_path), lambda: task), 0.5)
+    assert signature.classes == NAMES and signature.image.height == 2
+
+
+def loss_of_fields(output, target):
+    return nn.functional.cross_entropy(output.logits, target)
+
+
+def loss_of_entries(output, target):
+    return nn.functional.cross_entropy(output["logits"], target)
+
+
+def accuracy_of_entries(output, target):
+    return (output["logits"].argmax(1) == target).float().mean()
+
+
+def accuracy_on_device(model, batches):
+    """An evaluation that looks for the device and leaves the model in training mode."""
+    device, hits, samples = next(model.parameters()).device, 0.0, 0
+    for x, target in batches:
+        model.eval()
+        output = model(x.to(device))
+        scores = output.logits if hasattr(output, "logits") else output
+        hits, samples = hits + float((scores.argmax(1) == target).sum()), samples + len(target)
+        model.train()
+    return hits / samples
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        (lambda scores: SimpleNamespace(logits=scores), {"loss": loss_of_fields}),
+        (lambda scores: {"logits": scores, "x": scores}, {"loss": loss_of_entries, "metric": accuracy_of_entries}),
+        (lambda scores: {"logits": scores}, {"evaluate": accuracy_on_device, "metric": "hits"}),
+        (lambda scores: scores, {"evaluate": accuracy_on_device, "metric": "hits"}),
+    ],
+    ids=["loss of an object", "metric of a dict", "evaluation of a dict", "evaluation of a tensor"],
+)
+def test_loss_metric_and_evaluation_get_what_the_model_returned(form, options, tmp_path):
+    task = task_of(lambda: Returning(form), higher_is_better=True, **options)
+    run = run_of(task, tmp_path)
+    result = export_model(run, lambda: task)
+    assert result["metric"]["exported"] == result["metric"]["trained"]
+
+
+def test_evaluation_does_not_put_the_model_in_training_mode(tmp_path):
+    task = task_of(lambda: nn.Linear(4, 3), evaluate=accuracy_on_device, metric="hits", higher_is_better=True)
+    trained = load_trained_model(run_of(task, tmp_path), lambda: task)
+    trained.evaluate(lambda inputs: trained.model(*inputs))
+    assert not trained.model.model.training
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (lambda: Returning(lambda s: (s, s)), {}, "the model of points returns a tuple, which cannot be exported"),
+        (lambda: NeedsTarget(4, 3), {}, "the inputs of a batch alone, without the target: TypeError: .*'labels'"),
+        (
+            lambda: Returning(lambda s: SimpleNamespace(logits=s, hidden=s)),
+            {"metric": lambda output, y: output.hidden.mean(), "higher_is_better": True, "loss": loss_of_fields},
+            "from logits, which an exported model returns: AttributeError: .*'hidden'",
+        ),
+    ],
+    ids=["tuple", "target", "another field"],
+)
+def test_model_that_cannot_be_exported_is_one_line(model, options, message, tmp_path):
+    task = task_of(model, **options)
+    with pytest.raises(RunError, match=message) as refused:
+        export_model(run_of(task, tmp_path), lambda: task)
+    assert "\n" not in str(refused.value)
+
+
+class Padded(TensorDataset):
+    """Samples whose length grows from batch to batch of two."""
+
+    def __init__(self, make, lengths):
+        super().__init__(torch.arange(2 * len(lengths)))
+        self.make, self.lengths = make, lengths
+
+    def __getitem__(self, index):
+        return self.make(self.lengths[index // 2])
+
+
+def token_loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_output_with_a_free_dimension_is_served(tmp_path):
+    data = Padded(
+        lambda length: (torch.ones(length, dtype=torch.int64), torch.zeros(length, dtype=torch.int64)), range(5, 9)
+    )
+    task = task_of(
+        lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 10)),
+        train_data=data, validation_data=data, loss=token_loss, metric="loss",
+    )  # fmt: skip
+    task = Task(**{**vars(task), "batch_size": 2})
+    export_model(run_of(task, tmp_path), lambda: task)
+    signature = ServedModel(tmp_path).signature
+    assert signature.outputs[0].shape == ("batch", "scores_1", 10)
+    assert signature.sizes == {signature.inputs[0].shape[1]: 8} and signature.max_elements == 32
+
+
+def test_model_that_needs_long_inputs_is_served(tmp_path):
+    data = Padded(lambda length: (torch.ones(1, length), 0), (50, 90, 70))
+    task = task_of(
+        lambda: nn.Sequential(nn.Conv1d(1, 4, 10, stride=5), nn.AdaptiveAvgPool1d(1), nn.Flatten()),
+        train_data=data, validation_data=data,
+    )  # fmt: skip
+    task = Task(**{**vars(task), "batch_size": 2})
+    export_model(run_of(task, tmp_path), lambda: task)
+    model = ServedModel(tmp_path)
+    assert list(model.signature.sizes.values()) == [90] and model.signature.max_elements == 360
+    assert len(measure_batches(model.run, model.signature)) > 1
