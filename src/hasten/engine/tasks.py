@@ -100,7 +100,8 @@ class TaskRef:
         """One line for another process of this command; an object is pickled, ConfigurationError if it cannot be."""
         if self.obj is None:
             return json.dumps({"name": self.name, "file": self.file})
-        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores other entries
+        entries: list[Any] = sys.path
+        path = [entry for entry in entries if isinstance(entry, str)]  # Python ignores other entries
         return json.dumps({"name": self.name, "pickle": _pickle(self.obj), "path": path})
 
     @staticmethod

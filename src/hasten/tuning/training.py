@@ -252,7 +252,7 @@ def _without_longer_length(best: Recipe, recipe: Recipe) -> Recipe:
     """``recipe`` without a method that would replace the length of ``best`` by one that is not shorter."""
 
     def is_longer(name: str) -> bool:
-        option = length_option(name)
+        option = length_option(name) or ""
         now, then = (each.methods.get(name, {}).get(option) for each in (best, recipe))
         return now is not None and then is not None and then >= now
 
