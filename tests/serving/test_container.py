@@ -18,6 +18,7 @@ def test_manifest_and_dockerfile_fit_together(exported, tmp_path):
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     port = container["ports"][0]["containerPort"]
     assert port == container["readinessProbe"]["httpGet"]["port"] == service["spec"]["ports"][0]["targetPort"]
+    assert port == container["startupProbe"]["httpGet"]["port"] and container["imagePullPolicy"] == "IfNotPresent"
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
     assert container["env"][0]["name"] == TOKEN_VARIABLE and service["metadata"]["name"] == "model-digits"
     assert f"EXPOSE {port}" in (tmp_path / "out" / "Dockerfile").read_text()
