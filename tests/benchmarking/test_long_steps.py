@@ -1,6 +1,7 @@
 """Steps of seconds, and data whose items are whole batches: few steps, and a reason where something does not fit."""
 
 import dataclasses
+import statistics
 import time
 
 import pytest
@@ -126,7 +127,7 @@ def test_evaluation_whose_batches_workers_read_is_extrapolated_from_their_steady
     assert built.evaluated_batches < 20, "of 40"
     whole = min(built._evaluate(None) for _ in range(3))
     assert plan["evaluation"] == pytest.approx(whole, rel=0.3)
-    assert min(built.evaluate() for _ in range(3)) == pytest.approx(whole, rel=0.3)
+    assert statistics.median(built.evaluate() for _ in range(5)) == pytest.approx(whole, rel=0.3)
 
 
 def test_evaluation_of_very_long_batches_is_timed_by_one_batch(long_step, monkeypatch):
