@@ -12,10 +12,8 @@ import psutil
 import pytest
 import torch
 
-from hasten.benchmarking import fork_server
 from hasten.benchmarking.fork_server import (
     DeadlineError,
-    ForkServer,
     Worker,
     clean_server,
     mark_warnings_shown,
@@ -71,9 +69,6 @@ class Service:
 
     def surroundings(self) -> tuple:
         return os.getcwd(), sys.path, multiprocessing.get_start_method(), multiprocessing.current_process().name
-
-    def variables(self, names: list[str]) -> dict[str, str | None]:
-        return {name: os.environ.get(name) for name in names}
 
     def report_for(self, seconds: float) -> None:
         """Sends progress all the time, so that no timeout ends it."""
@@ -450,59 +445,3 @@ def test_command_gets_a_long_environment_whole(tmp_path):
     program = "import os; print(sum(len(value) for name, value in os.environ.items() if name.startswith('VARIABLE_')))"
     pid = server.execute(str(tmp_path), [sys.executable, "-c", program], {**os.environ, **long}, str(output))
     assert server.exit_code(pid) == 0 and output.read_text() == "1200000\n"
-
-
-def test_worker_has_the_variables_that_the_parent_has_when_it_starts(monkeypatch):
-    """Those of the rank of the parent are not its own, whenever they are set."""
-    monkeypatch.setenv("HASTEN_TEST_DELETED", "1")
-    monkeypatch.setattr(fork_server, "_servers", {})
-    names = ["HASTEN_TEST_DELETED", "HASTEN_TEST_SET", "HASTEN_TEST_OWN", "RANK", "WORLD_SIZE"]
-    try:
-        with worker() as one:
-            assert one.call("variables", names=names) == {**dict.fromkeys(names), "HASTEN_TEST_DELETED": "1"}
-        monkeypatch.delenv("HASTEN_TEST_DELETED")
-        monkeypatch.setenv("HASTEN_TEST_SET", "2")
-        monkeypatch.setenv("HASTEN_TEST_OWN", "3")
-        monkeypatch.setenv("RANK", "5")
-        monkeypatch.setenv("WORLD_SIZE", "6")
-        with Worker(HERE, {"HASTEN_TEST_OWN": "4", "RANK": "0"}) as other:
-            found = other.call("variables", names=names)
-        assert found == {**dict.fromkeys(names), "HASTEN_TEST_SET": "2", "HASTEN_TEST_OWN": "4", "RANK": "0"}
-    finally:
-        clean_server().close()
-
-
-def test_entries_of_the_import_path_that_are_no_text_are_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
-    monkeypatch.setattr(fork_server, "_servers", {})
-    try:
-        with worker() as one:
-            assert one.call("add", number=2) == 2
-    finally:
-        clean_server().close()
-
-
-FORK_OF_PYTHON_3_12 = """
-import os, runpy, warnings
-
-def fork(fork=os.fork):
-    warnings.warn("This process (pid=1) is multi-threaded, use of fork() may lead to deadlocks in the child.",
-                  DeprecationWarning, stacklevel=2)
-    return fork()
-
-os.fork = fork
-runpy.run_module("hasten.benchmarking.worker_process", run_name="__main__")
-"""
-
-
-def test_warning_of_python_that_the_server_has_threads_is_not_shown(monkeypatch, capfd):
-    command = lambda control: [sys.executable, "-c", FORK_OF_PYTHON_3_12, str(control.fileno())]  # noqa: E731
-    monkeypatch.setattr(fork_server, "server_command", command)
-    server = ForkServer()
-    monkeypatch.setattr(fork_server, "_servers", {os.getpid(): server})
-    try:
-        with worker() as one:
-            assert one.call("add", number=2) == 2
-    finally:
-        server.close()
-    assert "multi-threaded" not in capfd.readouterr().err

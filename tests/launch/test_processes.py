@@ -47,9 +47,10 @@ def test_processes_of_torchrun_train_one_after_another_task(directory):
     """Each training joins the ranks anew, in the store that torchrun's agent keeps."""
     script = directory / "three.py"
     script.write_text(
-        "import hasten, rank_tasks\n"
+        "import os, hasten, rank_tasks\n"
         "for _ in range(3):\n"
-        "    print(hasten.train(rank_tasks.samples(), device='cpu')['steps'])\n"
+        "    steps = hasten.train(rank_tasks.samples(), device='cpu')['steps']\n"
+        "    os.write(1, f'{steps}\\n'.encode())  # a whole line, between those of the other rank\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(torchrun, cwd=directory, capture_output=True, text=True, timeout=TIMEOUT_S)

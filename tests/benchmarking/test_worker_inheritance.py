@@ -1,0 +1,75 @@
+"""What a worker of the fork server gets from its parent: variables, import path, and no warning about threads."""
+
+import os
+import sys
+
+from hasten.benchmarking import fork_server
+from hasten.benchmarking.fork_server import ForkServer, Worker, clean_server
+
+HERE = f"{__name__}:Inheriting"
+
+
+class Inheriting:
+    """Runs in a worker, which imports it through this file's directory on sys.path."""
+
+    def variables(self, names: list[str]) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in names}
+
+    def ready(self) -> bool:
+        return True
+
+
+def test_worker_has_the_variables_that_the_parent_has_when_it_starts(monkeypatch):
+    """Those of the rank of the parent are not its own, whenever they are set."""
+    monkeypatch.setenv("HASTEN_TEST_DELETED", "1")
+    monkeypatch.setattr(fork_server, "_servers", {})
+    names = ["HASTEN_TEST_DELETED", "HASTEN_TEST_SET", "HASTEN_TEST_OWN", "RANK", "WORLD_SIZE"]
+    try:
+        with Worker(HERE) as one:
+            assert one.call("variables", names=names) == {**dict.fromkeys(names), "HASTEN_TEST_DELETED": "1"}
+        monkeypatch.delenv("HASTEN_TEST_DELETED")
+        monkeypatch.setenv("HASTEN_TEST_SET", "2")
+        monkeypatch.setenv("HASTEN_TEST_OWN", "3")
+        monkeypatch.setenv("RANK", "5")
+        monkeypatch.setenv("WORLD_SIZE", "6")
+        with Worker(HERE, {"HASTEN_TEST_OWN": "4", "RANK": "0"}) as other:
+            found = other.call("variables", names=names)
+        assert found == {**dict.fromkeys(names), "HASTEN_TEST_SET": "2", "HASTEN_TEST_OWN": "4", "RANK": "0"}
+    finally:
+        clean_server().close()
+
+
+def test_entries_of_the_import_path_that_are_no_text_are_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    monkeypatch.setattr(fork_server, "_servers", {})
+    try:
+        with Worker(HERE) as one:
+            assert one.call("ready")
+    finally:
+        clean_server().close()
+
+
+FORK_OF_PYTHON_3_12 = """
+import os, runpy, warnings
+
+def fork(fork=os.fork):
+    warnings.warn("This process (pid=1) is multi-threaded, use of fork() may lead to deadlocks in the child.",
+                  DeprecationWarning, stacklevel=2)
+    return fork()
+
+os.fork = fork
+runpy.run_module("hasten.benchmarking.worker_process", run_name="__main__")
+"""
+
+
+def test_warning_of_python_that_the_server_has_threads_is_not_shown(monkeypatch, capfd):
+    command = lambda control: [sys.executable, "-c", FORK_OF_PYTHON_3_12, str(control.fileno())]  # noqa: E731
+    monkeypatch.setattr(fork_server, "server_command", command)
+    server = ForkServer()
+    monkeypatch.setattr(fork_server, "_servers", {os.getpid(): server})
+    try:
+        with Worker(HERE) as one:
+            assert one.call("ready")
+    finally:
+        server.close()
+    assert "multi-threaded" not in capfd.readouterr().err
