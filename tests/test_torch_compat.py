@@ -243,6 +243,9 @@ def test_autograd_error_kind():
         compat.autograd_error_kind(raised(lambda: loss(torch.ones(1, 2), torch.tensor([5])))) == "index_out_of_bounds"
     )
     assert compat.autograd_error_kind(raised(lambda: weight @ torch.ones(3))) is None
+    lone = raised(lambda: nn.BatchNorm1d(2)(torch.ones(1, 2)))
+    assert compat.autograd_error_kind(lone) == "one_value_per_channel"
+    assert compat.autograd_error_kind(ValueError("index out of bounds")) is None
     advice = "enable it by passing the keyword argument `find_unused_parameters=True` to DistributedDataParallel"
     assert compat.autograd_error_kind(RuntimeError(advice)) == "unused_parameters"
     assert compat.autograd_error_kind(KeyError(advice)) is None

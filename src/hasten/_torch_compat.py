@@ -266,17 +266,20 @@ _AUTOGRAD_ERRORS = {
 
 
 def autograd_error_kind(error: BaseException) -> str | None:
-    """Which mistake a RuntimeError or IndexError of torch reports; None where it is another one.
+    """Which mistake a RuntimeError, IndexError or ValueError of torch reports; None where it is another one.
 
     Returns:
         "no_gradient": the loss does not depend on a parameter. "not_scalar": the loss has several elements.
         "unused_parameters": DDP misses gradients of some parameters. "index_out_of_bounds": a label or an index is too
         large; on the CPU an IndexError, on CUDA a device-side assertion. "unsupported_gpu": this build of PyTorch has
-        no kernels for the GPU. Texts of torch 2.11 to 2.15.
+        no kernels for the GPU. "one_value_per_channel": batch normalization of a single sample. Texts of torch 2.11 to
+        2.15.
     """
+    text = str(error)
+    if isinstance(error, ValueError):
+        return "one_value_per_channel" if "Expected more than 1 value per channel" in text else None
     if not isinstance(error, (RuntimeError, IndexError)):
         return None
-    text = str(error)
     return next((kind for kind, parts in _AUTOGRAD_ERRORS.items() if any(part in text for part in parts)), None)
 
 

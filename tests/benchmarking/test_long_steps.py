@@ -12,6 +12,7 @@ import hasten
 from hasten import Task
 from hasten.benchmarking import arm
 from hasten.benchmarking.arm import Arm, warm_up_steps
+from hasten.core.data import WorkerConfig
 from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.step_profile import profile_steps
@@ -116,18 +117,41 @@ def read_by_workers() -> Task:
     )
 
 
+def read_by_workers_in_own_order() -> Task:
+    order = [list(range(first, first + 6)) for first in range(0, 240, 6)]
+    loader = DataLoader(SlowSamples(), batch_sampler=order, num_workers=2)
+    return dataclasses.replace(read_by_workers(), validation_data=loader)
+
+
 @pytest.mark.timing
-@pytest.mark.parametrize("limit", [1.0, 0.02], ids=["short", "long"])
-def test_evaluation_whose_batches_workers_read_is_extrapolated_from_their_steady_part(limit, monkeypatch):
+@pytest.mark.parametrize(
+    ("task", "limit"),
+    [(read_by_workers, 1.0), (read_by_workers, 0.02), (read_by_workers_in_own_order, 1.0)],
+    ids=["short", "long", "own order"],
+)
+def test_evaluation_whose_batches_workers_read_is_extrapolated_from_their_steady_part(task, limit, monkeypatch):
     monkeypatch.setattr(arm, "EVALUATION_S", 0.1)
     monkeypatch.setattr(arm, "WORKERS_EVALUATION_S", 0.3)
     monkeypatch.setattr(arm, "LONG_STEP_S", limit)
-    built = Arm(TaskRef.of(read_by_workers), {}, "cpu", 0)
+    built = Arm(TaskRef.of(task), {}, "cpu", 0)
     plan = built.build()
     assert built.evaluated_batches < 20, "of 40"
     whole = min(built._evaluate(None) for _ in range(3))
     assert plan["evaluation"] == pytest.approx(whole, rel=0.3)
     assert statistics.median(built.evaluate() for _ in range(5)) == pytest.approx(whole, rel=0.3)
+
+
+def test_evaluation_by_workers_that_are_not_known_is_not_taken_for_shorter_than_it_is(monkeypatch):
+    """Workers start together, so that several batches come at once after the first: they are no steady part."""
+    monkeypatch.setattr(arm, "EVALUATION_S", 0.1)
+    built = Arm(TaskRef.of(read_by_workers), {}, "cpu", 0)
+    built.build()
+    assert built.program.validation is not None
+    unknown = dataclasses.replace(built.program.validation, spec=None, workers=WorkerConfig())
+    built.program = dataclasses.replace(built.program, validation=unknown)
+    _, estimated = built._warm_up_evaluation()
+    assert built.evaluated_batches < 10, "of 40"
+    assert estimated > 40 * 6 * 0.005 / 2, "two workers take at least half of the seconds of all samples"
 
 
 def test_evaluation_of_very_long_batches_is_timed_by_one_batch(long_step, monkeypatch):

@@ -3,8 +3,11 @@
 import os
 import sys
 
+import torch
+
 from hasten.benchmarking import fork_server
 from hasten.benchmarking.fork_server import ForkServer, Worker, clean_server
+from hasten.engine.resources import available_cpus
 
 HERE = f"{__name__}:Inheriting"
 
@@ -14,6 +17,9 @@ class Inheriting:
 
     def variables(self, names: list[str]) -> dict[str, str | None]:
         return {name: os.environ.get(name) for name in names}
+
+    def threads(self) -> int:
+        return torch.get_num_threads()
 
     def ready(self) -> bool:
         return True
@@ -35,6 +41,20 @@ def test_worker_has_the_variables_that_the_parent_has_when_it_starts(monkeypatch
         with Worker(HERE, {"HASTEN_TEST_OWN": "4", "RANK": "0"}) as other:
             found = other.call("variables", names=names)
         assert found == {**dict.fromkeys(names), "HASTEN_TEST_SET": "2", "HASTEN_TEST_OWN": "4", "RANK": "0"}
+    finally:
+        clean_server().close()
+
+
+def test_ranks_have_the_threads_of_launched_ranks_though_the_server_has_imported_torch_before(monkeypatch):
+    """As many as OMP_NUM_THREADS, whenever it is set; without it the ranks share the cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(fork_server, "_servers", {})
+    share, rank = max(1, available_cpus() // 2), {"LOCAL_WORLD_SIZE": "2"}
+    try:
+        for value, count in (("", share), (f"{share + 3}", share + 3), (f"{share + 4},2", share + 4), ("", share)):
+            monkeypatch.setenv("OMP_NUM_THREADS", value) if value else monkeypatch.delenv("OMP_NUM_THREADS", False)
+            with Worker(HERE, rank) as one:
+                assert one.call("threads") == count
     finally:
         clean_server().close()
 

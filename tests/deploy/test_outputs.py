@@ -85,6 +85,15 @@ def loss_of_entries(output, target):
     return nn.functional.cross_entropy(output["logits"], target)
 
 
+def loss_with_another_entry(output, target):
+    return loss_of_entries(output, target) + output["aux"].square().mean()
+
+
+def metric_of_two_outputs(output, target):
+    scores, _ = output.values()
+    return (scores.argmax(1) == target).float().mean()
+
+
 def accuracy_of_entries(output, target):
     return (output["logits"].argmax(1) == target).float().mean()
 
@@ -106,10 +115,17 @@ def accuracy_on_device(model, batches):
     [
         (lambda scores: SimpleNamespace(logits=scores), {"loss": loss_of_fields}),
         (lambda scores: {"logits": scores, "x": scores}, {"loss": loss_of_entries, "metric": accuracy_of_entries}),
+        (lambda scores: {"logits": scores, "aux": scores}, {"loss": loss_with_another_entry, "metric": "accuracy"}),
         (lambda scores: {"logits": scores}, {"evaluate": accuracy_on_device, "metric": "hits"}),
         (lambda scores: scores, {"evaluate": accuracy_on_device, "metric": "hits"}),
     ],
-    ids=["loss of an object", "metric of a dict", "evaluation of a dict", "evaluation of a tensor"],
+    ids=[
+        "loss of an object",
+        "metric of a dict",
+        "loss of another entry",
+        "evaluation of a dict",
+        "evaluation of a tensor",
+    ],
 )
 def test_loss_metric_and_evaluation_get_what_the_model_returned(form, options, tmp_path):
     task = task_of(lambda: Returning(form), higher_is_better=True, **options)
@@ -133,10 +149,30 @@ def test_evaluation_does_not_put_the_model_in_training_mode(tmp_path):
         (
             lambda: Returning(lambda s: SimpleNamespace(logits=s, hidden=s)),
             {"metric": lambda output, y: output.hidden.mean(), "higher_is_better": True, "loss": loss_of_fields},
-            "from logits, which an exported model returns: AttributeError: .*'hidden'",
+            r"metric of points from logits alone, .*, failed: AttributeError: .*'hidden' \(test_outputs.py line \d+\)",
+        ),
+        (
+            lambda: Returning(lambda s: {"logits": s, "aux": s}),
+            {"metric": metric_of_two_outputs, "higher_is_better": True, "loss": loss_with_another_entry},
+            r"metric of points from logits alone, .*, failed: ValueError: .* \(test_outputs.py line \d+\)",
+        ),
+        (
+            lambda: Returning(lambda s: {"logits": s, "aux": s}),
+            {"metric": "loss", "loss": loss_with_another_entry},
+            r"loss of points from logits alone, .*, failed: KeyError: 'aux' \(test_outputs.py line \d+\)",
+        ),
+        (
+            lambda: nn.Linear(4, 3),
+            {"evaluate": lambda model, batches: model.missing, "metric": "hits", "higher_is_better": True},
+            r"metric of points from logits alone, .*, failed: AttributeError: .*'missing'",
+        ),
+        (
+            lambda: nn.Linear(4, 3),
+            {"validation_data": lambda: [(torch.ones(2, 4), {"y": 0})], "metric": "accuracy"},
+            "metric of points from logits alone, .*, failed: AttributeError: 'dict' object has no attribute 'ndim'$",
         ),
     ],
-    ids=["tuple", "target", "another field"],
+    ids=["tuple", "target", "another field", "two outputs", "loss of another entry", "evaluation", "targets"],
 )
 def test_model_that_cannot_be_exported_is_one_line(model, options, message, tmp_path):
     task = task_of(model, **options)
@@ -186,3 +222,13 @@ def test_model_that_needs_long_inputs_is_served(tmp_path):
     model = ServedModel(tmp_path)
     assert list(model.signature.sizes.values()) == [90] and model.signature.max_elements == 360
     assert len(measure_batches(model.run, model.signature)) > 1
+
+
+def test_output_whose_free_size_is_equal_for_all_samples_is_served(tmp_path):
+    data = Padded(lambda length: (torch.ones(1, length), torch.zeros(9, dtype=torch.int64)), range(50, 55))
+    task = task_of(lambda: nn.Conv1d(1, 4, 10, stride=5), train_data=data, validation_data=data, metric="loss")
+    task = Task(**{**vars(task), "batch_size": 2})
+    export_model(run_of(task, tmp_path), lambda: task)
+    model = ServedModel(tmp_path)
+    assert model.signature.outputs[0].shape == ("batch", 4, 9)
+    assert model.run([torch.ones(1, 1, 60).numpy()]).shape == (1, 4, 11)

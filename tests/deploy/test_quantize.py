@@ -170,12 +170,42 @@ def test_signature_states_whether_sums_saturate_elsewhere(kind, vnni, digits_run
 
 
 @pytest.mark.slow
-def test_dynamic_model_is_timed_at_the_batch_size_that_is_served(digits_run, monkeypatch, tmp_path):
+def test_all_models_are_timed_at_the_same_batch_sizes(digits_run, monkeypatch, tmp_path):
     ways = [one for one in candidates.CANDIDATES if one.kind in ("dynamic", "weights")]
     monkeypatch.setitem(quantize_module.TARGETS, "cpu", tuple(ways))
     result = quantize(digits_run, budget=5.0, max_loss=0.5, out=tmp_path)
-    sizes = {trial["name"]: list(trial["speedup"]) for trial in result["trials"] if trial["passed"]}
-    assert sizes["dynamic per tensor"] == ["1"] and sizes["weights per channel"] == ["1", "64"]
+    passed = {trial["name"]: trial for trial in result["trials"] if trial["passed"]}
+    assert {"dynamic per tensor", "weights per channel"} <= set(passed)
+    assert all(list(trial["speedup"]) == list(trial["seconds"]) == ["1", "64"] for trial in passed.values())
+    dynamic = passed["dynamic per tensor"]["seconds"]
+    assert dynamic["64"] > 20 * dynamic["1"]  # as many calls as samples
+
+
+@pytest.fixture(scope="module")
+def exported_search(digits_run, tmp_path_factory):
+    """A search that has exported its float model."""
+    search = quantize_module._Search(load_trained_model(digits_run), 1.0, "cpu", 0.01, no_progress)
+    search.prepared = tmp_path_factory.mktemp("exported") / "float.onnx"
+    quantize_module.export_onnx(search.trained, search.prepared)
+    search.float_model = OnnxModel(search.prepared)
+    return search
+
+
+@pytest.mark.parametrize(("max_batch", "expected"), [(1, [1] * 64), (64, [64]), (48, [48, 16])])
+def test_batch_is_timed_in_the_parts_that_are_served(max_batch, expected, exported_search, monkeypatch):
+    call, sizes = OnnxModel.run, []
+    monkeypatch.setattr(OnnxModel, "run", lambda self, arrays: sizes.append(len(arrays[0])) or call(self, arrays))
+    arrays = [tensor.numpy() for tensor in exported_search._inputs(64)]
+    quantize_module._run_as_served(exported_search.float_model, arrays, max_batch)
+    assert sizes == expected
+
+
+@pytest.mark.parametrize(("kind", "samples"), [("dynamic", 1), ("static", 64)])
+def test_memory_is_that_of_the_largest_batch_that_is_served(kind, samples, exported_search, monkeypatch):
+    monkeypatch.setattr(quantize_module, "peak_memory", lambda path, inputs: len(next(iter(inputs.values()))))
+    candidate = next(one for one in candidates.CANDIDATES if one.kind == kind)
+    trial = quantize_module.QuantizationTrial(candidate, exported_search.float_model, 0.9, 0.0, 300)
+    assert exported_search.peak_memory(trial) == {"float": 64, "int8": samples}
 
 
 def test_task_without_validation_data_is_refused(digits_run):

@@ -27,17 +27,19 @@ ALL = ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
 
 
 @pytest.mark.parametrize(
-    ("visible", "local_ranks", "indices"),
+    ("visible", "indices"),
     [
-        ([("a", ALL)] * 4, [0, 1, 2, 3], [0, 1, 2, 3]),  # torchrun
-        ([("a", ["GPU-0"]), ("a", ["GPU-1"])], [0, 1], [0, 0]),  # srun --gpus-per-task=1
-        ([("a", ["MIG-0"]), ("a", ["MIG-1"])], [0, 1], [0, 0]),
-        ([("a", ["GPU-0"]), ("b", ["GPU-0"])], [0, 0], [0, 0]),  # a pod for each rank
-        ([("a", ALL[:2])] * 2 + [("b", ALL[:2])] * 2, [0, 1, 0, 1], [0, 1, 0, 1]),
+        ([("a", ALL)] * 4, [0, 1, 2, 3]),  # torchrun
+        ([("a", ["GPU-0"]), ("a", ["GPU-1"])], [0, 0]),  # srun --gpus-per-task=1
+        ([("a", ["MIG-0"]), ("a", ["MIG-1"])], [0, 0]),
+        ([("a", ["GPU-0"]), ("b", ["GPU-0"])], [0, 0]),  # a pod for each rank
+        ([("a", ALL[:2])] * 2 + [("b", ALL[:2])] * 2, [0, 1, 0, 1]),
+        ([("a", ALL[:2]), ("b", ALL[:2])] * 2, [0, 0, 1, 1]),  # srun --distribution=cyclic
+        ([("a", ALL), ("a", ["GPU-1", "GPU-0"]), ("a", ALL[:3])], [0, 0, 2]),
     ],
 )
-def test_each_rank_gets_a_gpu_of_its_own(visible, local_ranks, indices):
-    assert assign_gpus(visible, local_ranks) == indices
+def test_each_rank_gets_a_gpu_of_its_own(visible, indices):
+    assert assign_gpus(visible) == indices
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_each_rank_gets_a_gpu_of_its_own(visible, local_ranks, indices):
 )
 def test_more_ranks_than_gpus_are_refused(visible, why):
     with pytest.raises(ConfigurationError, match=why):
-        assign_gpus(visible, range(len(visible)))
+        assign_gpus(visible)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.tasks import TaskRef
 from hasten.tuning.budget import Budget
+from hasten.tuning.study import Study
 from hasten.tuning.systems import Candidate, Incumbents, candidate, search_systems
 from hasten.tuning.training import Baseline, Outcome, search_training
 
@@ -56,14 +57,19 @@ class Planted:
     higher_is_better: bool = True
     target: float | None = TARGET
     horizon: float = 1.0
+    step_seconds: float = 0.0
     asked: list[tuple[str, str]] = field(default_factory=list)
     trials: list[dict] = field(default_factory=list)
     compared: dict[str, dict] = field(default_factory=dict)  # outcomes of comparisons
+    complete: dict[tuple[str, int, float], dict] = field(default_factory=dict)  # as of a Study
 
     def has_run(self, recipe: Recipe, seed: int) -> bool:
         return False
 
     def run(self, recipe: Recipe, seed: int, time_limit: float | None = None) -> dict:
+        key = str(recipe), seed, self.horizon
+        if key in self.complete:
+            return self.complete[key]
         self._pay("run", f"{recipe}, seed {seed}, give up after {time_limit}")
         metric = (
             METRIC
@@ -83,10 +89,12 @@ class Planted:
             "pruned": late,
             "trial_seconds": TRIAL,
         }
-        return result | {"evaluations": looks} | (dict.fromkeys(reached) if late else reached)
+        result |= {"evaluations": looks} | (dict.fromkeys(reached) if late else reached)
+        if not late:
+            self.complete[key] = result
+        return result
 
-    def known_run(self, recipe: Recipe, seed: int) -> dict:
-        return self.run(recipe, seed)
+    known_run = Study.known_run
 
     def compare_speed(self, a: Recipe, b: Recipe, *, salt: str = "", **_) -> dict:
         """As measured when first asked for, as from the store."""

@@ -175,6 +175,11 @@ def one_sample_a_rank_in_the_last_batch() -> Task:
     return task(Rows(SAMPLES - 5), model=lambda: network(norm=True))
 
 
+def one_sample_a_rank() -> Task:
+    """For two ranks: the last batch is the only one."""
+    return task(Rows(2), model=lambda: network(norm=True))
+
+
 def with_classes_of_a_set() -> Task:
     """Writes the numbers of the classes that this rank has in mind."""
     Path(f"classes-{os.environ['RANK']}").write_text(" ".join({f"class {number}" for number in range(20)}))
@@ -276,6 +281,17 @@ def tied() -> Task:
         layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
         layers[2].weight = layers[0].weight
         return layers.double()
+
+    return task(model=model)
+
+
+def tied_by_a_view() -> Task:
+    """The last layer is the first one transposed: another parameter in the same memory."""
+
+    def model():
+        layers = nn.Sequential(nn.Linear(6, 2), nn.Tanh(), nn.Linear(2, 6)).double()
+        layers[2].weight.data = layers[0].weight.data.t()
+        return layers
 
     return task(model=model)
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 from hasten.launch import rendezvous
 from hasten.launch.elastic import describe_lost_rank, exit_codes
 from hasten.launch.rank_results import ERROR_FILE, PARENT, RankResult
@@ -22,6 +22,9 @@ from helpers.process import Job, jobs_left, wait_until_it_trains
 from helpers.ranks import free_port
 
 HASTEN = [sys.executable, "-m", "hasten"]
+ISOLATED = ["unshare", "--user", "--map-root-user", "--net", "--mount"]  # a node with no network but its own loopback
+PROBE = ["sh", "-c", 'exec "$@"', "sh", *ISOLATED, "ip", "link"]  # without unshare, an error of the shell
+NO_NAMESPACES = subprocess.run(PROBE, capture_output=True, text=True).stderr.strip()
 
 
 def begun(directory: Path, port: int, *argv: str, nodes: str = "1") -> subprocess.Popen:
@@ -120,6 +123,18 @@ def test_node_whose_own_name_is_a_loopback_address_is_reached_by_its_default_rou
     assert hosts_rendezvous(f"node7:{free_port()}")
 
 
+@pytest.mark.skipif(bool(NO_NAMESPACES), reason=f"no network namespaces here: {NO_NAMESPACES}")
+def test_node_without_a_network_meets_at_its_own_name(tmp_path):
+    """As on a laptop: the own name is a loopback address, and there is no default route."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node7\n")
+    script = 'ip link set lo up && mount --bind "$0" /etc/hosts && exec "$@"'
+    meet = "from hasten.launch.rendezvous import local_address; print(local_address('node7:29500'))"
+    node = [*ISOLATED, "sh", "-c", script, str(hosts), sys.executable, "-c", meet]
+    done = subprocess.run(node, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("127."), done.stderr
+
+
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
 def test_loopback_address_that_the_user_gives_is_kept(name):
     assert rendezvous.local_address(f"{name}:29500") == "127.0.0.1"
@@ -136,11 +151,17 @@ def test_host_name_that_is_unknown_at_first_is_retried(monkeypatch):
     monkeypatch.setattr(rendezvous.socket, "gethostbyname", resolve)
     monkeypatch.setattr(rendezvous, "_source_address", lambda host, port: host)
     monkeypatch.setattr(rendezvous, "ELSEWHERE", "10.0.0.5")
-    assert rendezvous.local_address("node7:29500") == "10.0.0.5"
+    with pytest.warns(ProgressWarning, match="node7 has no address yet; trying again for 60 s") as warned:
+        assert rendezvous.local_address("node7:29500") == "10.0.0.5"
+    assert len(warned) == 1
 
 
-def test_host_name_that_stays_unknown_is_refused():
-    with pytest.raises(ConfigurationError, match=r"the nodes cannot meet at no\.such\.machine:2000: .*an IP address"):
+def test_host_name_that_stays_unknown_is_reported_and_refused():
+    refusal = r"the nodes cannot meet at no\.such\.machine:2000: .*an IP address"
+    with (
+        pytest.warns(ProgressWarning, match=r"no\.such\.machine has no address yet"),
+        pytest.raises(ConfigurationError, match=refusal),
+    ):
         rendezvous.local_address("no.such.machine:2000", timeout=0.3)
 
 

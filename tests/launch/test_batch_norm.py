@@ -1,6 +1,8 @@
 """Batch normalization over the shards of all ranks equals that of one process over the global batch."""
 
 import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.run_context import TrainProgress
+from hasten.data import arrays
 from hasten.distributed.batch_norm import SyncGroup, convert_sync_batchnorm
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.train import train
@@ -16,7 +19,7 @@ from hasten.utils.batch import map_tensors
 from helpers import rank_tasks
 from helpers.assertions import CLOSE, farthest, losses
 from helpers.markers import slow
-from helpers.ranks import run_ranks, training_of
+from helpers.ranks import run_ranks, training, training_of
 
 LAYERS = {
     1: lambda **more: nn.BatchNorm1d(3, dtype=torch.float64, **more),
@@ -82,11 +85,55 @@ def test_unknown_normalization_is_named():
     ), answers
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "local_sgd"])
+def samples_and_weights(rank: int, make, recipe: str) -> tuple[int, dict]:
+    task, models = make(), []
+    result = training(rank, replace(task, model=lambda: models.append(task.model()) or models[0]), recipe)
+    return result["samples"], {name: weight.tolist() for name, weight in models[0].named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "local_sgd:period=2"])
 def test_last_batch_of_one_sample_a_rank_is_read_by_all(recipe):
-    make = rank_tasks.one_sample_a_rank_in_the_last_batch
+    first, second = run_ranks(2, samples_and_weights, rank_tasks.one_sample_a_rank_in_the_last_batch, recipe)
+    assert first == second and first[0] == 2 * (rank_tasks.SAMPLES - 5), (first, second)
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "local_sgd:period=2"])
+def test_batch_that_is_read_by_all_trains_like_one_process(tmp_path, recipe):
+    make = rank_tasks.one_sample_a_rank
+    train(make(), device="cpu", out=tmp_path / "single")
+    answers = run_ranks(2, training_of, make, recipe, tmp_path / "shared")
+    assert [answer["samples"] for answer in answers] == [4, 4], answers
+    assert farthest(tmp_path / "shared", tmp_path / "single") < CLOSE
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "single"), rel=CLOSE)
+
+
+def in_a_pipeline(samples: int = rank_tasks.SAMPLES - 5, **batching):
+    rows = rank_tasks.Rows(samples)
+    return with_norm(train_data=arrays((rows.inputs, rows.labels)).batch(rank_tasks.BATCH, **batching))
+
+
+def test_pipeline_with_one_sample_a_rank_in_the_last_batch_is_refused():
+    answers = run_ranks(2, training_of, in_a_pipeline, None, None)
+    problem = "the last batch has 2 samples for 2 processes, and BatchNorm1d needs 2 in each; use another batch size"
+    assert all(isinstance(answer, ConfigurationError) and problem in str(answer) for answer in answers), answers
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe"),
+    [
+        (in_a_pipeline, "ddp + sync_batch_norm"),
+        (partial(in_a_pipeline, drop_last=True), "ddp"),
+        (partial(in_a_pipeline, rank_tasks.SAMPLES - 3), "ddp"),
+    ],
+)
+def test_pipeline_with_enough_samples_trains(make, recipe):
     answers = run_ranks(2, training_of, make, recipe, None)
-    assert [answer["samples"] for answer in answers] == [2 * (rank_tasks.SAMPLES - 5)] * 2, answers
+    assert [type(answer) for answer in answers] == [dict] * 2, answers
+
+
+def test_batches_of_one_sample_in_some_processes_are_explained():
+    answers = run_ranks(2, training_of, partial(with_norm, batch_size=3), None, None)
+    assert any("or fewer processes" in str(answer) and "step 1 (" in str(answer) for answer in answers), answers
 
 
 def test_task_without_conversion_trains_another_formula(tmp_path):

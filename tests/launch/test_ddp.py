@@ -1,7 +1,5 @@
 """Several ranks train like one process: the same samples in the same order, weights equal except for rounding."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -231,16 +229,6 @@ def test_max_bad_rows_with_several_processes_is_refused():
         isinstance(answer, ConfigurationError) and "--max-bad-rows is for a single process" in str(answer)
         for answer in answers
     )
-
-
-def without_local_rank(rank: int) -> int:
-    del os.environ["LOCAL_RANK"]
-    with init_process_group("cpu") as ranks:
-        return ranks.local_rank
-
-
-def test_local_rank_is_the_rank_unless_the_environment_has_one():
-    assert run_ranks(2, without_local_rank) == [0, 1]
 
 
 def test_incomplete_job_environment_is_refused(monkeypatch):

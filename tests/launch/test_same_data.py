@@ -1,5 +1,6 @@
-"""Ranks that read different data are detected before a step, and a batch that cannot be divided is refused."""
+"""Ranks that read different data are found before a step; batches that cannot be divided are refused or reported."""
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -7,7 +8,14 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    default_collate,
+)
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.data import arrays
@@ -157,6 +165,51 @@ def test_pipeline_that_skips_bad_rows_is_refused():
         isinstance(answer, ConfigurationError) and str(answer).startswith("--max-bad-rows is for a single process")
         for answer in answers
     ), answers
+
+
+class Divisible(rank_tasks.Rows):
+    """Has a method of the name that pipelines have, as the datasets of Hugging Face."""
+
+    def shard(self, num_shards: int, index: int):
+        raise AssertionError("hasten shards the batches of a dataset itself")
+
+
+def test_dataset_with_its_own_method_shard_is_sharded_by_batches():
+    answers = run_ranks(2, training, rank_tasks.task(Divisible()))
+    assert [answer["steps"] for answer in answers] == [46, 46], answers
+
+
+def over_images() -> nn.Module:
+    """Batch normalization over images of 3 x 2 pixels."""
+    return nn.Sequential(nn.Unflatten(1, (1, 3, 2)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(6, 2)).double()
+
+
+def of_size(samples: int, model=rank_tasks.network):
+    """Ready batches of a size that neither the task nor the loader states."""
+    rows = rank_tasks.Rows(6 * samples)
+    data = DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), samples, drop_last=False))
+    return rank_tasks.task(data, batch_size=None, model=model, validation_data=None, metric="loss")
+
+
+@pytest.mark.parametrize(
+    ("make", "reported"),
+    [
+        (partial(of_size, 1), "batch 1 of epoch 1 has 1 samples, too few for 2 processes: each computes the whole"),
+        (partial(of_size, 2), None),
+        (partial(of_size, 2, lambda: rank_tasks.network(norm=True)), "(batch normalization needs 2 in each)"),
+        (partial(of_size, 2, over_images), None),
+        (rank_tasks.one_sample_a_rank_in_the_last_batch, None),
+    ],
+)
+def test_batches_that_every_rank_computes_are_reported_once(make, reported):
+    def notices(rank: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            training(rank, make(), "ddp")
+        return [text for text in (str(each.message) for each in caught) if "no speedup" in text]
+
+    first, second = run_ranks(2, notices)
+    assert not second and len(first) == bool(reported) and all(reported in text for text in first), first
 
 
 class Skipping(tower_tasks.Tower):

@@ -49,6 +49,11 @@ def test_tied_weights_are_saved_once(tmp_path, stage):
     assert load_model(rank_tasks.tied().model(), tmp_path / "run" / "model.safetensors") == (set(), [])
 
 
+def test_weight_that_views_another_one_is_not_untied():
+    answers = run_ranks(2, training_of, rank_tasks.tied_by_a_view, "zero:stage=3", None)
+    assert all("non-contiguous parameters" in str(answer) for answer in answers), answers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then", "world"),

@@ -1,5 +1,7 @@
 """Files for a container: they name what exists, and overwrite nothing."""
 
+import re
+
 import pytest
 
 from hasten import ConfigurationError
@@ -18,10 +20,30 @@ def test_manifest_and_dockerfile_fit_together(exported, tmp_path):
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     port = container["ports"][0]["containerPort"]
     assert port == container["readinessProbe"]["httpGet"]["port"] == service["spec"]["ports"][0]["targetPort"]
-    assert port == container["startupProbe"]["httpGet"]["port"] and container["imagePullPolicy"] == "IfNotPresent"
+    assert port == container["startupProbe"]["httpGet"]["port"]
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
     assert container["env"][0]["name"] == TOKEN_VARIABLE and service["metadata"]["name"] == "model-digits"
-    assert f"EXPOSE {port}" in (tmp_path / "out" / "Dockerfile").read_text()
+    dockerfile = (tmp_path / "out" / "Dockerfile").read_text()
+    assert f"EXPOSE {port}" in dockerfile and f"docker build -t {container['image']} ." in dockerfile
+
+
+def image_of(directory):
+    """The image that the manifest names."""
+    deployment = next(yaml.safe_load_all((directory / "kubernetes.yaml").read_text()))
+    return deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+
+
+def test_tag_of_the_image_changes_with_the_model_alone(exported, tmp_path):
+    write_container(exported, tmp_path / "first")
+    write_container(exported, tmp_path / "again")
+    onnx = pytest.importorskip("onnx")
+    changed = onnx.load(tmp_path / "again" / "model" / "model.onnx")
+    changed.doc_string = "another one"
+    onnx.save(changed, tmp_path / "again" / "model" / "model.onnx")
+    write_container(tmp_path / "again" / "model", tmp_path / "second")
+    images = [image_of(tmp_path / name) for name in ("first", "again", "second")]
+    assert images[0] == images[1] != images[2]
+    assert all(re.fullmatch("model-digits:[0-9a-f]{12}", image) for image in images)
 
 
 def test_path_of_the_model_file_is_accepted(exported, tmp_path):

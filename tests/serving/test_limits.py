@@ -1,19 +1,23 @@
 """What a server refuses: requests that would exhaust the memory, numbers that JSON cannot hold, models of elsewhere."""
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
+from fastapi import FastAPI
 
 from hasten import ConfigurationError
 from hasten.deploy.export import export_model
 from hasten.deploy.onnx_model import OnnxModel
 from hasten.deploy.signature import Signature
-from hasten.serving import batcher, models, server
+from hasten.serving import app, batcher, models, server
 from hasten.serving.app import MIN_BODY_LIMIT, body_limit
 from hasten.serving.inputs import RequestError, parse_json, zero_inputs
 
@@ -44,7 +48,9 @@ def test_largest_exact_whole_number_arrives():
 def test_sample_much_larger_than_those_of_the_validation_is_refused():
     signature = signature_for(shape=("batch", "x_1", 2), sizes={"x_1": 10})
     assert parse_json(body_of([[[0.0, 0.0]] * 40]), signature)[0].shape == (1, 40, 2)
-    with pytest.raises(RequestError, match="a sample has 82 values; at most 80 are computed") as refused:
+    with pytest.raises(
+        RequestError, match=r"82 values; at most 80 are computed; .* sizes in its signature\.json"
+    ) as refused:
         parse_json(body_of([[[0.0, 0.0]] * 41]), signature)
     assert refused.value.status == 413
     assert parse_json(body_of([[[0.0, 0.0]] * 41]), signature_for(shape=("batch", "x_1", 2)))[0].size == 82
@@ -56,6 +62,26 @@ def test_one_sample_as_json_fits_into_a_body():
     sample = numpy.random.default_rng(0).standard_normal(shape, dtype=numpy.float32).astype(float)
     assert len(body_of([sample.tolist()])) <= limit < 40_000_000
     assert body_limit(signature_for()) == body_limit(signature_for(shape=("batch", "x_1"))) == MIN_BODY_LIMIT
+
+
+@pytest.mark.parametrize(("samples", "in_event_loop"), [(2, True), (1024, False)])
+def test_large_bodies_are_parsed_in_a_thread(samples, in_event_loop, monkeypatch):
+    body = body_of([[0.12345678901234567] * 64] * samples)
+    threads, parse = [], app.parse_json
+    monkeypatch.setattr(app, "parse_json", lambda *args: threads.append(threading.current_thread()) or parse(*args))
+    (array,) = asyncio.run(app._parse({}, body, signature_for(shape=("batch", 64)), asyncio.Semaphore(1)))
+    assert array.shape == (samples, 64)
+    assert (threads == [threading.main_thread()]) is in_event_loop
+
+
+@pytest.mark.parametrize(("length", "is_shown"), [(10, True), (160_000, False)])
+def test_example_is_shown_if_it_is_short(length, is_shown):
+    signature = signature_for(shape=("batch", "x_1"), sizes={"x_1": length})
+    assert app.example_inputs(signature) == ([[0.0] * length] if is_shown else None)
+    page = server.make_page(SimpleNamespace(signature=signature), False)
+    described = app._describe(FastAPI(), signature)["paths"]["/predict"]["post"]["requestBody"]["content"]
+    assert ("example" in described["application/json"]) is ("0.0, 0.0" in page) is is_shown
+    assert len(page) < 10_000 and len(json.dumps(described)) < 1000
 
 
 def test_batches_that_take_long_are_not_measured_further(monkeypatch):

@@ -41,10 +41,18 @@ def test_earlier_answer_stays_an_answer():
 
 def test_recipe_that_is_proven_already_keeps_what_was_measured_of_it():
     recipe = Recipe.parse("ema").methods
-    earlier = {"recipe": recipe, "evidence": PROVEN, "time_to_target": {"tuned": 1.0}, "quality": {"passed": True}}
+    measured = {
+        "time_to_target": {"tuned": 1.0},
+        "quality": {"passed": True},
+        "step_profile": {"baseline": {"forward": 2.0}, "tuned": {"forward": 1.0}},
+        "effects": {"ema": "the step changed the averages"},
+        "peak_memory_bytes": {"baseline": [{"resident": 3}], "tuned": [{"resident": 4}]},
+    }
     result = {"recipe": recipe, "evidence": PROVEN, "time_to_target": None, "quality": {"passed": True, "tuned": None}}
+    result |= {"step_profile": {}, "effects": {}, "peak_memory_bytes": {"baseline": [{"resident": 3}]}}
+    earlier = {"recipe": recipe, "evidence": PROVEN, **measured}
     keep_measured(result, earlier)
-    assert result["time_to_target"] == {"tuned": 1.0} and result["quality"] == {"passed": True}
+    assert result == earlier
     other = {"recipe": {}, "evidence": "", "time_to_target": None}
     keep_measured(other, earlier)
     assert other["time_to_target"] is None
@@ -152,6 +160,25 @@ def test_estimate_of_a_recipe_whose_confirmation_ends_before_two_pairs_stays_and
     study = Planted()
     training_stage._confirm(study, state, baseline_of(study), [recipe], is_whole=True)
     assert state.findings == [estimate] and state.tested == []
+
+
+def test_phases_of_the_baseline_are_known_though_the_budget_ends_before_the_strong_baseline():
+    """They are those of the diagnosis, at the pace of the confirmation: no measurement is needed."""
+
+    class Ending(Planted):
+        def compare_speed(self, a, b, **how):
+            if a:
+                raise OutOfBudgetError
+            return super().compare_speed(a, b, **how)
+
+    recipe = Recipe.parse("ema")
+    study = Ending(faster={"ema": 2.0})
+    state = SearchState(run_seconds=1.0, plan=PLAN, save=lambda: None, diagnosis={"phases": {"forward": 0.4}})
+    state.strong_baseline = Recipe.parse("fused_optimizer")
+    training_stage._confirm(study, state, baseline_of(study), [recipe], is_whole=True)
+    assert state.winner is not None and state.winner.over_strong_baseline is None
+    pace = state.winner.comparison["seconds_per_1000_samples"]["a"]
+    assert state.step_profiles == {"baseline": {"forward": 0.4 * pace}}
 
 
 def test_recipe_whose_speed_is_open_is_compared_for_longer(monkeypatch):

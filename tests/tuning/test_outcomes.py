@@ -180,3 +180,15 @@ def test_whole_trainings_contradict_lower_precision_that_surely_ends_worse_by_th
     assert _keeps_quality(study, state, baseline_of(study), found) == keeps
     assert found.evidence == (PRECISION if keeps else ESTIMATED) and "over 3 paired seeds" in found.why
     assert recommended(state.findings) == (found if keeps else None)
+
+
+def test_lower_precision_whose_training_fails_is_not_trained_on_further_seeds():
+    class Failing(Planted):
+        def run(self, recipe, seed, *limits, **more):
+            run = super().run(recipe, seed, *limits, **more)
+            return {"failed": "the loss is not finite", "trial_seconds": TRIAL} if recipe else run
+
+    recipe, study = Recipe.parse("bfloat16"), Failing(faster={"bfloat16": 2.0})
+    found = Finding(recipe, PRECISION, Ratio(2.0, 1.9, 2.1), "gradients as expected")
+    assert not _keeps_quality(study, SearchState(findings=[found], save=lambda: None), baseline_of(study), found)
+    assert found.evidence == ESTIMATED and len([what for what in study.kinds("run") if "bfloat16" in what]) == 1

@@ -159,8 +159,10 @@ def test_promising_recipe_is_compared_longer_on_a_noisy_machine():
     ]
 
 
-def test_promising_recipe_that_starts_slowly_is_not_compared_in_a_single_round_again():
-    study = Planted(faster={threads(2): 1.2}, restless=True, start={threads(2): 5.0})
+@pytest.mark.parametrize(("start", "step"), [(5.0, 0.0), (0.0, 0.2)], ids=["slow start", "long steps"])
+def test_promising_recipe_that_starts_slowly_is_not_compared_in_a_single_round_again(start, step):
+    """A round of steps of 0.2 s takes 12 s: 15 steps of each arm to warm up, and 3 blocks of 5."""
+    study = Planted(faster={threads(2): 1.2}, restless=True, start={threads(2): start}, step_seconds=step)
     search_systems(study, Incumbents(), [replace(THREADS, presets=({"count": 2},))], SAMPLES, 5.0)
     assert study.kinds("speed") == [f"{threads(2)} against baseline"]
 

@@ -61,12 +61,6 @@ def test_confirm_drops_an_exact_recipe_that_ends_worse(metric):
     assert not done.passed and study.seeds_of(EXACT) == fresh_seeds(0, 1)
 
 
-def test_confirm_of_an_exact_recipe_compares_with_the_original_alone():
-    study = PlantedTrainings({"baseline": 0.9, str(EXACT): 0.88}, cost=COST, spread=0.01)
-    substituted(study, EXACT)
-    assert len(study.seeds_of(Recipe())) == len(study.seeds_of(EXACT)) > 2
-
-
 def test_confirm_runs_the_original_where_the_exact_recipe_fails():
     class Failing(PlantedTrainings):
         def run(self, recipe, seed):

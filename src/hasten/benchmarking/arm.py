@@ -17,7 +17,6 @@ from hasten._torch_compat import is_gpu_taken, is_out_of_memory
 from hasten._torch_compat_compile import cached_compile_seconds
 from hasten.benchmarking.gpu_state import gpu_state
 from hasten.benchmarking.worker_group import COLLECTIVE_TIMEOUT_S, start_workers
-from hasten.core.data import BatchSource, WorkerConfig
 from hasten.core.errors import PeerFailure, RunError
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
@@ -183,7 +182,7 @@ class Arm:
         times as many as they compute ahead, or one more than there are workers if the batches take long.
         """
         assert self.program.validation is not None
-        workers = _workers_of(self.program.validation)
+        workers = self.program.validation.workers
         self.validation_batches = batches = evaluated_batches(self.program)
         self.evaluated_batches = None
         if not batches:  # unknown
@@ -257,14 +256,16 @@ class Arm:
     def _evaluate(self, batches: int | None) -> float:
         """Seconds of one evaluation of ``batches`` batches, and of the others as in its second half.
 
-        The second half has as many batches as each worker computes equally many of, for workers finish together.
+        The second half has as many batches as each worker computes equally many of, for workers finish together. Where
+        no workers are known it may be the rest of what workers have computed at once, in no time: there the others take
+        as long as the mean of all ``batches``.
         """
         program, marks = self.program, list[float]()
         if batches is None or program.validation is None:
             batches, steady = 0, 1
         else:
-            workers = max(1, _workers_of(program.validation).num_workers)
-            steady = min(batches, max(1, batches // 2 // workers) * workers)
+            workers = program.validation.workers.num_workers
+            steady = min(batches, max(1, batches // 2 // workers) * workers) if workers else batches
             part = program.validation.map_iterator(partial(self._timed_part, batches - steady, steady, marks))
             program = dataclasses.replace(program, validation=part)
         self._synchronize()
@@ -363,10 +364,6 @@ def estimate(
     steps = samples / plan["samples_per_step"]
     seconds = plan["start"] + plan["step"] * steps + (plan["evaluation"] or 0.0) * evaluations
     return {"seconds": seconds, "plan": plan}
-
-
-def _workers_of(source: BatchSource) -> WorkerConfig:
-    return source.workers if source.spec is None else source.spec.workers
 
 
 class _RestartingSchedule:

@@ -55,7 +55,7 @@ def start_workers(
 
 
 class WorkerGroup:
-    """An object on each of several ranks, which may call ``init_process_group`` once.
+    """An object on each of several ranks, which may call ``init_process_group`` for each training.
 
     The objects are created one after the other, so the constructor must not wait for other ranks. Arguments: see
     Worker.

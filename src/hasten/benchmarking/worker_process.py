@@ -48,7 +48,7 @@ def _serve(control: socket.socket) -> None:
     sys.path[:] = start["path"]
     # Python 3.12 and later warn here, in __main__, of the threads of libraries
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning, "__main__")
-    inherited = set(os.environ)
+    inherited = dict(os.environ)
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # the server waits for processes whose parent has ended, see ``_wait_for``
@@ -186,7 +186,9 @@ def _execute(request: dict[str, Any]) -> NoReturn:
     os._exit(127)
 
 
-def _run_worker(connection: Connection, request: dict[str, Any], inherited: set[str], warning: str | None) -> NoReturn:
+def _run_worker(
+    connection: Connection, request: dict[str, Any], inherited: dict[str, str], warning: str | None
+) -> NoReturn:
     """Main loop of a worker: creates the object and handles calls until the connection closes."""
     try:
         _set_up_worker(request, inherited)
@@ -220,11 +222,11 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def _set_up_worker(request: dict[str, Any], inherited: set[str]) -> None:
+def _set_up_worker(request: dict[str, Any], inherited: dict[str, str]) -> None:
     """Makes this process one like the parent is now: its import path, directory and environment variables.
 
-    ``inherited``: names of the variables with which the server began. Those that the parent has deleted since are
-    removed; those that the server's imports have set stay.
+    ``inherited``: the variables with which the server began. Those that the parent has deleted since are removed; those
+    that the server's imports have set stay.
     """
     os.setsid()
     _die_with_server()
@@ -232,14 +234,24 @@ def _set_up_worker(request: dict[str, Any], inherited: set[str]) -> None:
     sys.path[:] = request["path"]
     variables = {name: value for name, value in request["variables"].items() if name not in RANK_VARIABLES}
     variables |= request["environment"]
-    for name in inherited - variables.keys():
+    for name in inherited.keys() - variables.keys():
         os.environ.pop(name, None)
     os.environ.update(variables)
-    if "LOCAL_WORLD_SIZE" in request["environment"] and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(available_cpus())  # the server imported torch before ranks shared the machine
+    if "LOCAL_WORLD_SIZE" in request["environment"]:
+        _set_threads_of_rank(variables.get("OMP_NUM_THREADS", ""), inherited.get("OMP_NUM_THREADS"))
     with contextlib.suppress(OSError):
         os.chdir(request["directory"])
     tempfile.tempdir = None
+
+
+def _set_threads_of_rank(threads: str, inherited: str | None) -> None:
+    """Sets the number of threads that torch would have in a rank that is launched, by its OMP_NUM_THREADS.
+
+    The server imported torch before ranks shared the machine: torch has read the ``inherited`` value there.
+    """
+    first = threads.partition(",")[0].strip()  # the others are for nested parallel regions
+    if threads != inherited or not threads:
+        torch.set_num_threads(int(first) if first.isdecimal() and int(first) else available_cpus())
 
 
 def _describe_error(error: BaseException) -> tuple[str, str]:

@@ -23,7 +23,6 @@ class ProcessGroupInfo:
 
     rank: int = 0  # of this process; rank 0, the main process, evaluates, writes the run directory and shows progress
     world_size: int = 1  # number of ranks
-    local_rank: int = 0  # index of this process on its node
     all_reduce_sum: Callable[[Sequence[float]], list[float]] = list  # each number summed over all ranks, in float64
     all_reduce_max: Callable[[Sequence[float]], list[float]] = list  # the maximum of each number over all ranks
     broadcast: Callable[[Any], Any] = _identity  # the argument of rank 0, which must be picklable, as those below

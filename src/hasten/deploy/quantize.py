@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from hasten.benchmarking.ratio import Ratio
@@ -49,7 +50,7 @@ from hasten.engine.metrics import name_of
 from hasten.utils.durations import parse_budget
 
 CALIBRATION_SAMPLES = 512
-LATENCY_BATCHES = (1, 64)
+LATENCY_BATCHES = (1, 64)  # samples that wait; the second is the default largest batch of the server
 LATENCY_SHARE = 0.15  # of the budget, for the final comparison of latencies
 SEARCH_SHARE = 0.6  # of the budget, after which no further layer is tried in float
 SUBSET_BATCHES = 16  # validation batches by which layers are compared
@@ -319,8 +320,9 @@ class _Search:
         return [trial for trial in self.trials if trial.loss <= self.max_loss]
 
     def compare(self) -> None:
-        """Sets ``speedup`` and ``seconds`` of the trials that pass, in turns with the float model and eager PyTorch, at
-        the batch sizes with which each is served.
+        """Sets ``speedup`` and ``seconds`` of the trials that pass, in turns with the float model and eager PyTorch.
+
+        Each computes LATENCY_BATCHES as it is served: a dynamic model one sample at a time.
         """
         passed = self.passed
         threads = torch.get_num_threads()
@@ -331,9 +333,9 @@ class _Search:
                 arrays = [tensor.numpy() for tensor in inputs]
                 self.on_progress(f"latency at batch {size}", index / len(LATENCY_BATCHES), self._left())
                 calls: dict[str, Callable[[], object]] = {
-                    str(number): partial(model.run, arrays)
+                    str(number): partial(_run_as_served, model, arrays, trial.candidate.max_batch or size)
                     for number, trial in enumerate(passed)
-                    if isinstance(model := trial.model, OnnxModel) and size <= (trial.candidate.max_batch or size)
+                    if isinstance(model := trial.model, OnnxModel)
                 }
                 calls["torch"] = partial(self._call_torch, inputs)
                 seconds = max(1.0, self.budget * LATENCY_SHARE / len(LATENCY_BATCHES))
@@ -341,8 +343,7 @@ class _Search:
                 self.float_seconds[size] = found[""][1]
                 self.speed_of_torch[size] = found["torch"][0]
                 for number, trial in enumerate(passed):
-                    if str(number) in found:
-                        trial.speedup[size], trial.seconds[size] = found[str(number)]
+                    trial.speedup[size], trial.seconds[size] = found[str(number)]
         finally:
             torch.set_num_threads(threads)
 
@@ -387,14 +388,18 @@ class _Search:
         return files
 
     def peak_memory(self, chosen: QuantizationTrial) -> dict[str, int] | None:
-        """Peak memory in bytes of the "float" and the "int8" model at the largest batch, each in a process of its own;
-        None for C code, which states its memory itself, and where it cannot be measured.
+        """Peak memory in bytes of the "float" and the "int8" model at the largest batch with which each is served, in a
+        process of its own; None for C code, which states its memory itself, and where it cannot be measured.
         """
         if not isinstance(chosen.model, OnnxModel):
             return None
-        inputs = dict(zip(self.float_model.inputs, self._inputs(LATENCY_BATCHES[-1]), strict=True))
+        largest = LATENCY_BATCHES[-1]
+        models = (("float", self.prepared, largest), ("int8", chosen.model.path, chosen.candidate.max_batch or largest))
         try:
-            return {"float": peak_memory(self.prepared, inputs), "int8": peak_memory(chosen.model.path, inputs)}
+            return {
+                name: peak_memory(path, dict(zip(self.float_model.inputs, self._inputs(size), strict=True)))
+                for name, path, size in models
+            }
         except (RunError, OSError):
             return None
 
@@ -425,6 +430,12 @@ class _Search:
 def _integer_scores(model: IntegerModel, inputs: list[torch.Tensor]) -> torch.Tensor:
     scores = reference.run(model, reference.quantize_input(model.input, inputs[0].numpy()))
     return torch.from_numpy(reference.dequantize(model.output, scores))
+
+
+def _run_as_served(model: OnnxModel, arrays: Sequence[numpy.ndarray], max_batch: int) -> None:
+    """Computes a batch in parts of at most ``max_batch`` samples, as the server does; the scores are dropped."""
+    for start in range(0, len(arrays[0]), max_batch):
+        model.run([array[start : start + max_batch] for array in arrays])
 
 
 def _mean_speed(trial: QuantizationTrial) -> float:

@@ -67,8 +67,8 @@ class Signature(_Strict):
         metric: The quality of the model.
         max_batch: Samples that may be computed together; None: any number. 1 for a model whose int8 ranges follow from
             the whole batch, so that samples would change each other's scores.
-        sizes: For each named dimension of an input but the batch, its size in the largest validation sample; empty in
-            a signature that does not know it.
+        sizes: For each named dimension of an input but the batch, its size in the largest validation sample, from which
+            the limit of a request follows; empty in a signature that does not know it.
         needs_vnni: Whether sums of the int8 model saturate on an x86 processor without VNNI.
     """
 

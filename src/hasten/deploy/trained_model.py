@@ -2,7 +2,9 @@
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -19,6 +21,7 @@ from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.core.task import Task
 from hasten.core.types import Batch
 from hasten.deploy.onnx_model import OnnxModel
+from hasten.engine.error_messages import explain_error
 from hasten.engine.metrics import MetricAccumulator, higher_is_better, logits_of
 from hasten.engine.plan import Program, build
 from hasten.engine.tasks import TaskRef, workload_names
@@ -115,28 +118,47 @@ class TrainedModel:
         return values
 
     def evaluate(self, predict: Predict, batches: int | None = None) -> float:
-        """The task's metric of a predictor over the validation data, or over its first ``batches``; RunError if loss,
-        metric or ``evaluate`` of the task needs more than the logits.
+        """The task's metric of a predictor over the validation data, or over its first ``batches``; RunError, with the
+        line, if metric or ``evaluate`` of the task fails, such as one that needs more than the logits.
         """
         source = islice(self.validation().epoch(0, 0), batches)
-        try:
-            with torch.inference_mode():
-                return self._evaluate(predict, source)
-        except (AttributeError, KeyError) as error:
-            problem = f"the metric of {self.task.name} cannot be computed from logits, which an exported model returns"
-            raise RunError(f"{problem}: {format_error(error)}") from None
+        with torch.inference_mode():
+            if self.task.evaluate is not None:
+                with self._explained("metric"):
+                    return float(self.task.evaluate(_Predictor(self, predict), source))
+            metric = MetricAccumulator(self.task)
+            is_needed = isinstance(self.task.metric, str) and not metric.needs_target  # the metric is one of the loss
+            for batch in source:
+                # the target is the last item, or the field with the name of a target
+                output = self.as_output(predict(self.inputs_of(batch)))
+                target = batch[-1] if isinstance(batch, (tuple, list)) else target_of(batch)
+                loss = self._loss(output, target, is_needed)
+                with self._explained("metric"):
+                    metric.update(output, target, loss, batch_size(batch))
+            return metric.result().metric
 
-    def _evaluate(self, predict: Predict, source: Iterable[Batch]) -> float:
-        if self.task.evaluate is not None:
-            return float(self.task.evaluate(_Predictor(self, predict), source))
-        metric = MetricAccumulator(self.task)
-        for batch in source:
-            # the target is the last item, or the field with the name of a target
-            output = self.as_output(predict(self.inputs_of(batch)))
-            target = batch[-1] if isinstance(batch, (tuple, list)) else target_of(batch)
-            loss = self.task.loss(output, target) if self.task.loss is not None else torch.tensor(float("nan"))
-            metric.update(output, target, loss, batch_size(batch))
-        return metric.result().metric
+    def _loss(self, output: Any, target: Any, is_needed: bool) -> torch.Tensor:
+        """The task's loss; NaN if the model computes its own, or if it fails, such as one that needs more than the
+        logits, and is not needed for the metric.
+        """
+        if self.task.loss is None:
+            return torch.tensor(math.nan)
+        try:
+            with self._explained("loss"):
+                return self.task.loss(output, target)
+        except RunError:
+            if is_needed:
+                raise
+            return torch.tensor(math.nan)
+
+    @contextmanager
+    def _explained(self, what: str) -> Generator[None]:
+        """Context manager: an error of loss or metric, ``what``, becomes a RunError with the line."""
+        try:
+            yield
+        except Exception as error:
+            where = f"computing the {what} of {self.task.name} from logits alone, as an exported model returns them,"
+            raise explain_error(error, where, 0) from error
 
     def as_output(self, logits: torch.Tensor) -> Any:
         """Logits as loss and metric of the task read them: in an output if the model returns one."""

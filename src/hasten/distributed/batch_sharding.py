@@ -107,7 +107,7 @@ class ShardLog:
     # (epoch, batch index) -> a global batch that this rank read completely
     batches: dict[tuple[int, int], GlobalBatch] = field(default_factory=dict)
     batch_sampler: Callable[[int], Iterable[list[int]]] | None = None  # the sampler that computed ``plans``
-    smallest: int = 1  # samples of a shard; a batch without as many for each rank is read completely by all
+    smallest: int = 1  # samples of a shard; each rank reads a batch that has fewer for a rank completely
 
     def is_sharded(self, samples: int, ranks: ProcessGroupInfo) -> bool:
         """Whether the ranks share a batch of so many samples; False where each reads all of it."""
@@ -115,7 +115,7 @@ class ShardLog:
 
 
 def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, stages: int = 1) -> BatchSource:
-    """This rank's shard of every batch. A batch with fewer samples than ranks is read completely by all of them.
+    """This rank's shard of every batch. All ranks read a batch without ``log.smallest`` samples for each completely.
 
     Samples read by index are read by one rank each. A stream, or a DataLoader with its own sampler, is read completely
     by every rank; RunError, then, if it has samples outside tensors. Random numbers that samples draw depend on their
@@ -156,7 +156,8 @@ def with_loss_weights(
 
     If both follow from a known order, the ranks compare the order once an epoch; else they exchange sizes before every
     step, and ``replicas_differ`` (communication every few steps) saves less: a warning. ConfigurationError if there are
-    more ranks than samples in a batch; RunError, during an epoch, if the ranks read different data.
+    more ranks than samples in a batch of known size; a warning, once, if the ranks do not share a batch that is not the
+    last of its epoch. RunError, during an epoch, if the ranks read different data.
     """
     if ranks.is_single_process:
         return batches
@@ -165,9 +166,10 @@ def with_loss_weights(
     order_known = batches.spec is not None and batches.spec.batch_sampler is log.batch_sampler
     if replicas_differ and not order_known and ranks.is_main_process:
         warnings.warn(SYNC_EVERY_STEP, HastenWarning, stacklevel=3)
-    read = batches.epoch
+    read, is_reported = batches.epoch, not ranks.is_main_process
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
+        nonlocal is_reported
         log.plans.clear()
         log.batches.clear()
         iterator = iter(read(epoch, start))
@@ -189,6 +191,12 @@ def with_loss_weights(
             yield batch
             batch = None  # or its memory could not be used for the next one
             batch = next(iterator, None)
+            if local == samples and batch is not None and not is_reported:
+                problem = f"{name} has {samples} samples, too few for {ranks.world_size} processes"
+                reason = "" if log.smallest == 1 else f" (batch normalization needs {log.smallest} in each)"
+                effect = "each computes the whole batch, so there is no speedup; use larger batches or fewer processes"
+                warnings.warn(f"{problem}{reason}: {effect}", HastenWarning, stacklevel=2)
+                is_reported = True
 
     return dataclasses.replace(batches, epoch=epoch)
 

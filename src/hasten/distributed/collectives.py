@@ -232,7 +232,7 @@ def warn_local_batch_norm(
         warnings.warn(difference + remedy, HastenWarning, stacklevel=3)
 
 
-def has_local_batch_norm(model: torch.nn.Module) -> bool:
-    """Whether a batch normalization layer computes its statistics on the samples of this process only."""
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+def has_local_batch_norm(model: torch.nn.Module, layer: type[torch.nn.Module] = BatchNorm) -> bool:
+    """Whether a batch normalization layer of class ``layer`` computes its statistics on this process's samples only."""
+    norms = [module for module in model.modules() if isinstance(module, layer)]
     return any(not isinstance(norm, (torch.nn.SyncBatchNorm, DistributedBatchNorm)) for norm in norms)

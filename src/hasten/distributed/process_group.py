@@ -164,7 +164,6 @@ def _process_group_info(group: Any) -> ProcessGroupInfo:
     return ProcessGroupInfo(
         rank,
         world_size,
-        int(os.environ.get("LOCAL_RANK", rank)),
         all_reduce_sum=lambda numbers: all_reduce(numbers, dist.ReduceOp.SUM),
         all_reduce_max=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX),
         broadcast=broadcast,

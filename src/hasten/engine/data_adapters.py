@@ -105,7 +105,7 @@ def training(
     if not ranks.is_single_process:
         _refuse_distributed_sampler(data, "train_data")
         _refuse_distributed_sampler(task.validation_data, "validation_data")
-        if hasattr(data, "shard"):
+        if _shards_itself(data):
             if data.faults.max_rows:
                 raise ConfigurationError(ONE_PROCESS_ONLY)
             return _batches(data.shard(ranks.world_size, ranks.rank), task, batch_size, seed, training=True)
@@ -128,6 +128,21 @@ def check_process_count(task: Task, processes: int, methods: Iterable[Method] = 
     batch_size = _batch_size_of(task)
     if batch_size and not any({"plan", "setup"}.intersection(hooks_of(method)) for method in methods):
         check_batch_divisible(processes, batch_size)
+
+
+def check_last_batch(task: Task, plan: TrainPlan, length: int | None, ranks: ProcessGroupInfo, smallest: int) -> None:
+    """ConfigurationError if data that shard their own batches leave a rank less than ``smallest`` samples of the last.
+
+    ``length``: number of batches of an epoch. Other data are sharded by ``shard_batches``, and every rank reads such a
+    batch of them completely.
+    """
+    if plan.samples is None or length is None or ranks.is_single_process or not _shards_itself(task.train_data):
+        return
+    last = plan.samples - (length - 1) * plan.batch_size  # at least a batch if the shorter last one is left out
+    if last < smallest * ranks.world_size:
+        problem = f"the last batch has {last} samples for {ranks.world_size} processes"
+        advice = "use another batch size, or .batch(size, drop_last=True)"
+        raise ConfigurationError(f"{problem}, and BatchNorm1d needs {smallest} in each; {advice}")
 
 
 def _batch_size_of(task: Task) -> int | None:
@@ -209,6 +224,11 @@ def is_prebatched(data: Any) -> bool:
     """Whether data come in batches: a DataLoader, or a pipeline with ``batches(batch_size, seed, training)``."""
     is_pipeline = callable(getattr(data, "batches", None)) and hasattr(data, "batch_size")
     return isinstance(data, DataLoader) or (is_pipeline and not hasattr(data, "__getitem__"))
+
+
+def _shards_itself(data: Any) -> bool:
+    """Whether data are a pipeline that returns a part of each batch; datasets may have another method ``shard``."""
+    return is_prebatched(data) and hasattr(data, "shard")
 
 
 def _is_stream(data: Any) -> bool:

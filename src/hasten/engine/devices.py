@@ -83,20 +83,22 @@ def visible_gpus() -> tuple[str, list[str]]:
     return socket.gethostname(), [str(cuda.get_device_properties(index).uuid) for index in indices]
 
 
-def assign_gpus(visible: Sequence[tuple[str, Sequence[str]]], local_ranks: Sequence[int]) -> list[int]:
-    """The index of each rank's GPU among the GPUs that the rank sees. ConfigurationError if ranks would share a GPU.
+def assign_gpus(visible: Sequence[tuple[str, Sequence[str]]]) -> list[int]:
+    """The index of each rank's GPU among the GPUs that the rank sees: the first one that no lower rank uses.
 
-    torchrun shows all GPUs of a node to all its ranks; Slurm, Kubernetes and MIG may show each rank its own one only.
+    ``visible`` has (node, names of the GPUs) for each rank. torchrun shows all GPUs of a node to all its ranks; Slurm,
+    Kubernetes and MIG may show each rank its own one only. ConfigurationError if ranks would share a GPU.
     """
     indices: list[int] = []
     users: dict[tuple[str, str], int] = {}
     remedy = "use fewer processes, give each a GPU of its own, or pass --device cpu"
-    for rank, ((node, gpus), local_rank) in enumerate(zip(visible, local_ranks, strict=True)):
-        index = 0 if len(gpus) == 1 else local_rank
-        if index >= len(gpus):
-            raise ConfigurationError(f"there are {len(gpus)} GPUs for {local_rank + 1} processes or more; {remedy}")
-        other = users.setdefault((node, gpus[index]), rank)
-        if other != rank:
+    for rank, (node, gpus) in enumerate(visible):
+        index = next((index for index, gpu in enumerate(gpus) if (node, gpu) not in users), None)
+        if index is None and len(gpus) == 1:
+            other = users[node, gpus[0]]
             raise ConfigurationError(f"rank {other} and rank {rank} see the same single GPU of {node}; {remedy}")
+        if index is None:
+            raise ConfigurationError(f"there are {len(gpus)} GPUs for {len(gpus) + 1} processes or more; {remedy}")
+        users[node, gpus[index]] = rank
         indices.append(index)
     return indices

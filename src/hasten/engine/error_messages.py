@@ -14,7 +14,7 @@ LIBRARY_PATHS = (
     "/torch/",
     "/hasten/_torch_compat",
     *(f"/hasten/{name}/" for name in ("core", "data", "distributed", "engine", "loading", "methods", "utils")),
-    *(f"/hasten/{name}/" for name in ("benchmarking", "profiling", "tuning", "launch", "hosts")),
+    *(f"/hasten/{name}/" for name in ("benchmarking", "profiling", "tuning", "launch", "hosts", "deploy")),
 )
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 HINTS = {
@@ -22,6 +22,8 @@ HINTS = {
     "no_gradient": "Task(loss=) must return a tensor with a gradient, without detach(), .item() or torch.tensor()",
     "unsupported_gpu": "the installed PyTorch is not built for this GPU (torch.cuda.get_arch_list() names what it "
     "is built for); install a build for an older CUDA, or pass --device cpu",
+    "one_value_per_channel": "batch normalization cannot normalize a single sample; use larger batches or fewer "
+    "processes, or leave out a last batch that is too small (drop_last=True)",
     "not_scalar": "Task(loss=) must return one number, such as the mean over the batch",
 }
 

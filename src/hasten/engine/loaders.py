@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hasten._torch_compat import contains_worker_traceback, worker_error_text, workers_started
-from hasten.core.data import BatchSource, LoaderSpec
+from hasten.core.data import BatchSource, LoaderSpec, WorkerConfig
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.core.types import Batch
 from hasten.distributed.batch_sharding import BatchIndices
@@ -71,6 +71,7 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
         training=spec.training,
         seekable=spec.loader is None,
         generators=_generators_of(spec.loader),
+        workers=spec.workers,
     )
 
 
@@ -135,6 +136,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         find = _sample_finder(spec, epoch) if spec is not None else None  # before iter() draws
         return islice(_with_clear_errors(_start(loader), find), start, None)
 
+    prefetch_factor = loader.prefetch_factor or 1
     return BatchSource(
         epoch=epoch,
         length=length_of(loader),
@@ -142,6 +144,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
         training=training,
         seekable=False,
         generators=_generators_of(loader),
+        workers=WorkerConfig(processes=loader.num_workers, prefetch=loader.num_workers * (prefetch_factor - 1)),
     )
 
 

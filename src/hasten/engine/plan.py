@@ -92,6 +92,8 @@ def build(
         source, validation, shards = _build_data(task, methods, run, log)
         run.unwrapped_model = _build_model(task, fold, run)
         log.smallest = _smallest_shard(run)
+        if has_local_batch_norm(run.unwrapped_model, torch.nn.BatchNorm1d):
+            data_adapters.check_last_batch(task, plan, source.length, _data_ranks(run), log.smallest)
         model = run.model = fold("parallelize", run.unwrapped_model)
         run.optimizer, schedule = build_optimizer(task, fold, run)
         own_step = OwnStep(run) if task.step is not None else None
@@ -229,8 +231,10 @@ def _shard_batches(source: BatchSource, methods: Sequence[Method], run: RunConte
 
 
 def _smallest_shard(run: RunContext) -> int:
-    """Samples that a shard must have: batch normalization over one sample fails. 1 if all batches are as small."""
-    is_small = run.plan.is_batch_size_known and run.plan.batch_size < 2 * _data_ranks(run).world_size
+    """Samples that a shard must have: batch normalization of one vector fails. 1 if all batches are as small."""
+    if not run.plan.is_batch_size_known:  # all may be as small, and the pixels of one image suffice for BatchNorm2d
+        return 2 if has_local_batch_norm(run.unwrapped_model, torch.nn.BatchNorm1d) else 1
+    is_small = run.plan.batch_size < 2 * _data_ranks(run).world_size
     return 2 if has_local_batch_norm(run.unwrapped_model) and not is_small else 1
 
 

@@ -219,8 +219,7 @@ def device_of(ranks: ProcessGroupInfo, device: str) -> str:
     if device != "cuda":
         advice = "use --device cuda, and each gets a GPU of its own"
         raise ConfigurationError(f"several processes cannot share the device {device}; {advice}")
-    visible, local_ranks = zip(*ranks.all_gather((visible_gpus(), ranks.local_rank)), strict=True)
-    return f"cuda:{assign_gpus(visible, local_ranks)[ranks.rank]}"
+    return f"cuda:{assign_gpus(ranks.all_gather(visible_gpus()))[ranks.rank]}"
 
 
 def with_strategy(methods: list[Method], ranks: ProcessGroupInfo) -> list[Method]:

@@ -24,20 +24,28 @@ REPORT_EVERY_S = 10.0
 
 def local_address(endpoint: str, timeout: float = TIMEOUT_S) -> str:
     """The address of this node that HOST:PORT can reach. ConfigurationError if no route leads there, or if the name is
-    unknown for ``timeout`` s: a cluster may enter it only when the host starts.
+    unknown for ``timeout`` s: a cluster may enter it only when the host starts, so a warning reports the first failure.
 
-    Many systems give the own name of a node a loopback address; this node is then reached by its default route.
+    Many systems give the own name of a node a loopback address; this node is then reached by its default route. Without
+    a default route, as on a computer without a network, the loopback address is used.
     """
     host, port = split_host_port(endpoint)
-    waits = _waits(endpoint, timeout)
+    waits, is_reported = _waits(endpoint, timeout), False
     while True:
         try:
             resolved = socket.gethostbyname(host)
-            is_own_name = _is_loopback(resolved) and host not in (resolved, "localhost")
-            return _source_address(ELSEWHERE if is_own_name else resolved, port)
+            if _is_loopback(resolved) and host not in (resolved, "localhost"):
+                with suppress(OSError):  # there is no default route
+                    return _source_address(ELSEWHERE, port)
+            return _source_address(resolved, port)
         except OSError as error:
-            if isinstance(error, socket.gaierror) and next(waits, False):
-                continue
+            if isinstance(error, socket.gaierror):
+                if not is_reported:
+                    attempts = f"trying again for {timeout:.0f} s, in case it starts later"
+                    warnings.warn(f"{host} has no address yet; {attempts}", ProgressWarning, stacklevel=2)
+                    is_reported = True
+                if next(waits, False):
+                    continue
             advice = "give --rdzv-endpoint an IP address of one of the nodes that all of them can reach"
             raise ConfigurationError(f"the nodes cannot meet at {endpoint}: {error.strerror}; {advice}") from None
 

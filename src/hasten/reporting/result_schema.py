@@ -58,7 +58,6 @@ class SamplesCompared(TypedDict, total=False):
 
     baseline: Sequence[Sequence[Amount]]
     tuned: Sequence[Sequence[Amount]]
-    paired: Boolean
 
 
 class Point(TypedDict, total=False):

@@ -40,7 +40,7 @@ def quantize_answer(result: Json) -> RenderableType:
     if result["peak_memory_bytes"]:
         peaks = result["peak_memory_bytes"]
         in_float, in_int8 = (file_size(peaks.get(name)) for name in ("float", "int8"))
-        rows.append(("peak memory", f"{in_float} in float, {in_int8} in int8, at batch 64"))
+        rows.append(("peak memory", f"{in_float} in float, {in_int8} in int8, each at its largest batch"))
     if result["torch_speedup"]:
         ratios = (f"{formatting.with_interval(ratio)} at batch {n}" for n, ratio in result["torch_speedup"].items())
         rows.append(("eager PyTorch", f"over the float model: {', '.join(ratios)}"))

@@ -1,6 +1,7 @@
 """The HTTP interface: ``/predict``, ``/health``, ``/ready``, ``/metrics``, a page to try it, and its OpenAPI text.
 
-The event loop reads and checks requests; the batcher's thread computes. A body is read no further than its limit.
+The event loop reads and checks requests, large ones in threads; the batcher's thread computes. A body is read no
+further than its limit.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hasten.core.errors import RunError
 from hasten.deploy.signature import Signature
 from hasten.serving.batcher import Batcher, BatcherSettings, DeadlineExceededError, QueueFullError
-from hasten.serving.inputs import IMAGE_TYPES, RequestError, parse_image, parse_json, zero_inputs
+from hasten.serving.inputs import IMAGE_TYPES, SEND_LESS, RequestError, parse_image, parse_json, zero_inputs
 from hasten.serving.models import ModelHolder, ServedModel
 from hasten.serving.shadow import Shadow
 
@@ -36,7 +37,9 @@ LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MIN_BODY_LIMIT = 4_000_000  # bytes of a body that are read for any model
 BYTES_PER_ELEMENT = 32  # of a number in JSON, at most
-IMAGES_AT_ONCE = 2  # that are decoded
+INLINE_BODY = 500_000  # bytes of JSON that the event loop parses itself, in about 3 ms
+PARSED_AT_ONCE = 2  # images and larger bodies
+EXAMPLE_VALUES = 4096  # of a sample, above which an example would make the pages large
 BODY_TIMEOUT_S = 10.0
 CLOSE = {"Connection": "close"}  # where the rest of the body may never come
 CLIENT_IS_GONE = 499  # as nginx counts it
@@ -73,7 +76,7 @@ class Service:
         for name, text, value in figures:
             Gauge(name, text, registry=self.registry).set_function(value)
         self.computed_by = holder.model  # the last batch; of the inference thread
-        self.images = asyncio.Semaphore(IMAGES_AT_ONCE)
+        self.parsing = asyncio.Semaphore(PARSED_AT_ONCE)
         self.shadow = Shadow(compared[0].run, compared[1].run, self.registry) if compared else None
         self.loop = asyncio.get_running_loop()
         self.batcher = Batcher(self._compute, self._done, settings, self._observe)
@@ -137,7 +140,7 @@ class PredictEndpoint:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await _read(headers, receive, self.service.max_body)
             began = time.perf_counter()
-            inputs = await _parse(headers, body, self.service.holder.signature, self.service.images)
+            inputs = await _parse(headers, body, self.service.holder.signature, self.service.parsing)
             content = _content(*await self.service.predict(inputs))
         except TimeoutError:
             await send_json(send, {"error": "the body did not arrive in time"}, 408, CLOSE)
@@ -164,7 +167,7 @@ async def _read(headers: Headers, receive: Receive, limit: int) -> bytearray:
     """Reads the body of a request; RequestError 413 as soon as it exceeds ``limit`` bytes, ClientDisconnect."""
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > limit:
-        raise RequestError(413, f"the body has {int(length)} bytes; at most {limit} are read")
+        raise RequestError(413, f"the body has {int(length)} bytes; at most {limit} are read; {SEND_LESS}")
     body = bytearray()
     while True:
         message = await receive()
@@ -172,22 +175,25 @@ async def _read(headers: Headers, receive: Receive, limit: int) -> bytearray:
             raise ClientDisconnect
         body += message.get("body", b"")
         if len(body) > limit:
-            raise RequestError(413, f"the body has more than {limit} bytes")
+            raise RequestError(413, f"the body has more than {limit} bytes; {SEND_LESS}")
         if not message.get("more_body"):
             return body
 
 
 async def _parse(
-    headers: Headers, body: bytes | bytearray, signature: Signature, images: asyncio.Semaphore
+    headers: Headers, body: bytes | bytearray, signature: Signature, parsing: asyncio.Semaphore
 ) -> tuple[numpy.ndarray, ...]:
     kind = headers.get(b"content-type", b"application/json").decode("latin-1").partition(";")[0].strip().lower()
     if kind in IMAGE_TYPES:
-        async with images:
+        async with parsing:
             return await asyncio.to_thread(parse_image, body, kind, signature)
     if kind != "application/json":
         known = ", ".join(["application/json", *(IMAGE_TYPES if signature.image else ())])
         raise RequestError(415, f"the content type is {known}, not {kind[:60]}")
-    return parse_json(body, signature)
+    if len(body) <= INLINE_BODY:
+        return parse_json(body, signature)
+    async with parsing:  # the event loop answers others between the parser's steps, each of which holds the GIL
+        return await asyncio.to_thread(parse_json, body, signature)
 
 
 def _content(scores: numpy.ndarray, model: ServedModel) -> dict[str, Any]:
@@ -330,17 +336,24 @@ def body_limit(signature: Signature) -> int:
 
 
 def example_inputs(signature: Signature) -> Any:
-    """One sample of zeros as lists, the value of "inputs" for ``/predict``: a dict by name if the model has several."""
-    arrays = zip(signature.inputs, zero_inputs(signature), strict=True)
-    values = {spec.name: array.tolist() for spec, array in arrays}
+    """One sample of zeros as lists, the value of "inputs" for ``/predict``: a dict by name if the model has several;
+    None if a sample has more than EXAMPLE_VALUES values.
+    """
+    arrays = zero_inputs(signature)
+    if sum(array.size for array in arrays) > EXAMPLE_VALUES:
+        return None
+    values = {spec.name: array.tolist() for spec, array in zip(signature.inputs, arrays, strict=True)}
     return values if len(values) > 1 else next(iter(values.values()))
 
 
 def _describe(app: FastAPI, signature: Signature) -> dict[str, Any]:
-    """The OpenAPI description as JSON data; that of /predict follows from the signature, with an example that works."""
+    """The OpenAPI description as JSON data; that of /predict follows from the signature, with an example that works if
+    it is short.
+    """
     if app.openapi_schema is None:
-        json_body = {"schema": {"type": "object", "required": ["inputs"]}}
-        content: dict[str, Any] = {"application/json": json_body | {"example": {"inputs": example_inputs(signature)}}}
+        content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": ["inputs"]}}}
+        if (example := example_inputs(signature)) is not None:
+            content["application/json"]["example"] = {"inputs": example}
         if signature.image is not None:
             content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES}
         answer = {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}

@@ -1,5 +1,6 @@
 """``hasten serve --write DIR``: a Dockerfile and a Kubernetes manifest for a model."""
 
+import hashlib
 import importlib
 import re
 import shutil
@@ -15,10 +16,14 @@ from hasten.engine.error_messages import writable
 from hasten.serving.server import model_directory
 
 FILES = ("Dockerfile", "kubernetes.yaml")
+TAG_DIGITS = 12
 
 
 def write_container(model: str | Path, out: str | Path, report: Callable[[str], None] = print) -> list[str]:
     """Writes ``Dockerfile``, ``kubernetes.yaml`` and a copy of the model to ``out``; returns their paths.
+
+    The tag of the image follows from the model and the version of hasten: a node that has an image with that tag does
+    not pull it again.
 
     Args:
         model: As for ``serve``: a directory with ``model.onnx`` and ``signature.json``, that ``model.onnx``, or the run
@@ -40,11 +45,15 @@ def write_container(model: str | Path, out: str | Path, report: Callable[[str], 
     loader = jinja.PackageLoader("hasten.serving", ".")
     templates = jinja.Environment(loader=loader, undefined=jinja.StrictUndefined, keep_trailing_newline=True)
     name = "model-" + (re.sub(r"[^a-z0-9]+", "-", signature.task.lower())[:40].strip("-") or "0")
+    content = hashlib.sha256(__version__.encode())
+    for part in (MODEL, SIGNATURE):
+        content.update((source / part).read_bytes())
+    image = f"{name}:{content.hexdigest()[:TAG_DIGITS]}"
     with writable(directory, "--write"):
         (directory / "model").mkdir(parents=True, exist_ok=True)
         for part in (MODEL, SIGNATURE):
             shutil.copyfile(source / part, directory / "model" / part)
         for part in FILES:
-            text = templates.get_template(f"{part}.j2").render(name=name, version=__version__)
+            text = templates.get_template(f"{part}.j2").render(name=name, image=image, version=__version__)
             (directory / part).write_text(text, encoding="utf-8")
     return [str(directory / name) for name in (*FILES, f"model/{MODEL}", f"model/{SIGNATURE}")]

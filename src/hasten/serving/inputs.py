@@ -15,6 +15,7 @@ MAX_SAMPLES = 1024  # of a request
 MAX_EXACT = 2**53 - 1  # a larger whole number may have been rounded when it became a float64
 MAX_PIXELS = 16_000_000  # of an image file, before it is resized
 IMAGE_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG"}
+SEND_LESS = "send fewer or smaller samples, or serve the model with larger sizes in its signature.json"
 
 
 class RequestError(Exception):
@@ -49,7 +50,7 @@ def parse_json(body: bytes | bytearray, signature: Signature) -> tuple[numpy.nda
     _check_together(arrays, signature)
     elements, limit = sum(array.size // len(array) for array in arrays), signature.max_elements
     if limit is not None and elements > limit:
-        raise RequestError(413, f"a sample has {elements} values; at most {limit} are computed")
+        raise RequestError(413, f"a sample has {elements} values; at most {limit} are computed; {SEND_LESS}")
     return arrays
 
 

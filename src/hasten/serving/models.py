@@ -71,14 +71,18 @@ class ServedModel(OnnxModel):
 
 
 def _fits(spec: TensorSpec, entry: Any) -> bool:
-    """Whether a tensor of an ONNX model has the dtype and the fixed sizes that its signature says."""
+    """Whether a tensor of an ONNX model has the dtype of its signature, and no size but those that the signature says.
+
+    A size of the signature may be free in the model: that of an output may follow from a free size of an input and be
+    equal for all validation batches.
+    """
     types = {"tensor(float)": "float32", "tensor(double)": "float64"}
     dtype = types.get(entry.type, entry.type.removeprefix("tensor(").removesuffix(")"))
     sizes = zip(spec.shape, entry.shape, strict=False)
     return (
         dtype == spec.dtype
         and len(spec.shape) == len(entry.shape)
-        and all(a == b if isinstance(a, int) else not isinstance(b, int) for a, b in sizes)
+        and all(size == wanted or not isinstance(size, int) for wanted, size in sizes)
     )
 
 

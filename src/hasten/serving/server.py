@@ -125,8 +125,11 @@ def make_page(holder: ModelHolder, needs_token: bool) -> str:
     loader = jinja.PackageLoader("hasten.serving", ".")
     environment = jinja.Environment(loader=loader, autoescape=True, undefined=jinja.StrictUndefined)
     signature = holder.signature
+    inputs = example_inputs(signature)
     return environment.get_template("page.html.j2").render(
-        signature=signature.model_dump(), needs_token=needs_token, example={"inputs": example_inputs(signature)}
+        signature=signature.model_dump(),
+        needs_token=needs_token,
+        example=None if inputs is None else {"inputs": inputs},
     )
 
 

@@ -6,18 +6,17 @@ from statistics import fmean
 from typing import Any
 
 from hasten.benchmarking.measurement import NARROW
-from hasten.benchmarking.ratio import UNSURE
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import surest
-from hasten.tuning.study import EXACT, Study, changes_training, exactness_of
+from hasten.tuning.study import EXACT, SHORT_COMPARISON_SECONDS, Study, changes_training, exactness_of
 from hasten.tuning.systems import (
     LONGER,
     LONGER_COMPARISON,
     MIN_GAIN,
-    PROMISING_GAIN,
     Incumbents,
+    may_be_settled_by_more,
     probably_faster,
     whole_run_ratio,
 )
@@ -92,8 +91,8 @@ def _contribution(study: Study, recipe: Recipe, name: str, samples: float, basel
         run = study.known_run(recipe, study.seed)
         samples = run.get("samples_to_target") or run.get("samples") or samples
     outcome = study.compare_speed(without, recipe)
-    if outcome.get("verdict") == UNSURE and outcome["ratio"]["median"] > PROMISING_GAIN:
-        outcome = study.compare_speed(without, recipe, seconds=LONGER * 12.0, **LONGER_COMPARISON)
+    if may_be_settled_by_more(study, outcome, LONGER * SHORT_COMPARISON_SECONDS):
+        outcome = study.compare_speed(without, recipe, seconds=LONGER * SHORT_COMPARISON_SECONDS, **LONGER_COMPARISON)
     if "failed" in outcome:
         return None
     if not counts.tuned:

@@ -5,8 +5,8 @@ set the margin are. The fastest recipes are looked at in turns, with more seeds 
 per seed for all of them, so that a slower recipe that is easier to prove costs little more. On seeds beyond those of
 the baseline, an exact recipe that was found on this task trains in place of the original (``Baseline.substitute``): it
 trains the same steps in less time. The fastest recipe goes first, or those that seem easier to prove. If one look
-neither settles its quality nor suggests that the next one would, an exact recipe follows: a few seeds prove it, so
-there is an answer in any case. The fastest that passes wins.
+neither settles its quality nor suggests that the next one would, the next recipe follows. The fastest that passes wins.
+Exact recipes are none of them: their check and their interleaved comparison are all the evidence that they need.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +20,17 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import comes_with_hasten
 from hasten.tuning import gate
 from hasten.tuning.budget import OutOfBudgetError
-from hasten.tuning.confirmation import AGREEMENT, SUBSTITUTED, Confirmation, compute_speedup, misses_target
+from hasten.tuning.confirmation import SUBSTITUTED, Confirmation, compute_speedups, misses_target
 from hasten.tuning.finding import SURELY_FASTER
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
 from hasten.tuning.study import EXACT, Study, exactness_of
 from hasten.tuning.systems import ROUNDS, disturbance, is_disturbed, loosest_exactness
 from hasten.tuning.time_to_target import time_to_target
-from hasten.tuning.training import SEED_STEP, Baseline, length_option
+from hasten.tuning.training import SEED_STEP, Baseline, Substitute, length_option
 
 FIRST_FRESH_SEED, FIRST_FURTHER_SEED = 100_000, 500_000
 MAX_FINALISTS = 3  # each further one has to pass a stricter gate
 MAX_FURTHER, FURTHER_SHARE = 3, 0.4  # runs of the recipe alone per pair, and their cost relative to an original run
-EXACT_PAIRS = 2  # after a passed exactness check the seeds need only not contradict; what is broken shows in any
 WORTH_PROVING = 1.15  # times the speed-up of a slower recipe that has passed
 
 
@@ -46,14 +45,17 @@ def confirm(
 ) -> list[Confirmation]:
     """Trains ``recipes``, each faster than the one before it, on fresh seeds and judges them; notes every attempt.
 
-    Returns the attempts, the winner first if any recipe passes. ``seconds`` is the budget of each comparison of speed.
+    Returns the attempts, the winner first if any recipe passes. Each recipe has ``quality_risks``. ``seconds`` is the
+    budget of each comparison of speed.
     ``tested`` are the recipes that the search has tried to confirm before, as often as it has: they make the gate
     stricter. ``after_look`` is called with all attempts after each look. ``first``: the recipes that are looked at
     before the fastest one, in this order, with the largest parts of the error. The part of a recipe that passes goes to
     the others: a closed test, so that the chance of any harmful one to pass stays below the error.
     """
     no_seed, looks = gate.not_passed("no seed was run", baseline.margin), _affordable_looks(study, baseline, seconds)
-    _drop_useless_substitute(baseline, LOOKS[looks - 1] - len(baseline.runs))
+    if not _saves_time(baseline.substitute, LOOKS[looks - 1] - len(baseline.runs)):
+        baseline.substitute = None
+        looks = _affordable_looks(study, baseline, seconds)
     finalists = _finalists(recipes, first)
     first = [recipe for recipe in first if recipe in finalists] or finalists[:1]
     known = list(dict.fromkeys(map(str, [*tested, *first, *finalists])))
@@ -84,10 +86,9 @@ def confirm(
     return sorted(attempts, key=lambda attempt: attempt is not winner)
 
 
-def _drop_useless_substitute(baseline: Baseline, further: int) -> None:
-    """Drops the baseline's substitute unless it saves time on so many further seeds: one run more checks it first."""
-    if baseline.substitute and baseline.substitute.speedup * further <= 1 + further:
-        baseline.substitute = None
+def _saves_time(substitute: Substitute | None, further: int) -> bool:
+    """Whether a substitute saves time on so many further seeds, though one run more of it checks it first."""
+    return substitute is not None and substitute.speedup * further > 1 + further
 
 
 def _of_same_pace(recipe: Recipe, finalists: list[Recipe]) -> Recipe:
@@ -115,18 +116,17 @@ def _affordable_looks(study: Study, baseline: Baseline, seconds: float) -> int:
 
 
 def _finalists(recipes: list[Recipe], first: Sequence[Recipe] = ()) -> list[Recipe]:
-    """The recipes to confirm, fastest first: at most MAX_FINALISTS, among them ``first`` and the fastest exact one.
+    """The recipes to confirm, fastest first: at most MAX_FINALISTS, among them ``first``.
 
     Of recipes with the same quality risks only the fastest is among them: they pass or fail together.
     """
     fastest: dict[str, Recipe] = {}
     for recipe in reversed(recipes):
         if recipe:
-            fastest.setdefault(str(quality_risks(recipe) or recipe), recipe)
+            fastest.setdefault(str(quality_risks(recipe)), recipe)
     finalists = list(fastest.values())
-    exact = next((recipe for recipe in finalists if not quality_risks(recipe)), None)
-    needed = [recipe for recipe in finalists if recipe in (*first, exact)]
-    others = [recipe for recipe in finalists if recipe not in needed][: MAX_FINALISTS - len(needed)]
+    needed = [recipe for recipe in finalists if recipe in first]
+    others = [recipe for recipe in finalists if recipe not in first][: MAX_FINALISTS - len(needed)]
     return [recipe for recipe in finalists if recipe in (*needed, *others)]
 
 
@@ -145,15 +145,12 @@ def _next(attempts: list[Confirmation], first: Sequence[Recipe]) -> int | None:
         attempt = attempts[index]
         is_first = attempt.recipe in first and not attempt.looks
         rank = first.index(attempt.recipe) if is_first else len(first)
-        return not _promising(attempt), rank, attempt.looks, bool(quality_risks(attempt.recipe)), index
+        return not _promising(attempt), rank, attempt.looks, index
 
     open_attempts = [
         index
         for index, attempt in enumerate(attempts)
-        if not attempt.over
-        and attempt.looks < attempt.most_looks
-        and _worth_proving(index, attempts)
-        and not _is_hopeless(attempt)
+        if not attempt.over and attempt.looks < attempt.most_looks and _worth_proving(index, attempts)
     ]
     return min(open_attempts, key=order, default=None)
 
@@ -195,34 +192,25 @@ def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: floa
         attempt.comparison = _compare(study, Recipe(), pace_of, seconds, salt)
     if "failed" in attempt.comparison:
         return attempt.finish(attempt.comparison["failed"])
-    check = {}  # of the whole recipe; impossible if a member may cost quality
-    if not quality_risks(attempt.recipe):
-        check = study.check_exactness(Recipe(), attempt.recipe, loosest_exactness(attempt.recipe))
     attempt.looks += 1
-    for enough in sorted({EXACT_PAIRS if _shows_exactness(check) else MIN_SEEDS, pairs}):
-        try:
-            why = _run_pairs(study, attempt, enough, baseline, check)
-        except OutOfBudgetError:
-            _judge(attempt, baseline, check)
-            raise
-        if why:
-            if attempt.missed:  # what is known of its speed and final metric is still an estimate
-                _judge(attempt, baseline, check)
-            return attempt.finish(why)
-        _judge(attempt, baseline, check)
-        if attempt.over:
-            break
-    return None
+    try:
+        why = _run_pairs(study, attempt, pairs, baseline)
+    except OutOfBudgetError:
+        _judge(attempt, baseline)
+        raise
+    if not why or attempt.missed:  # then what is known of its speed and final metric is still an estimate
+        _judge(attempt, baseline)
+    return attempt.finish(why) if why else None
 
 
 def _compare(study: Study, a: Recipe, b: Recipe, seconds: float, salt: str = "confirmation") -> dict:
     return study.compare_speed(a, b, looks=SPEED_LOOKS, rounds=ROUNDS, seconds=seconds, salt=salt)
 
 
-def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline, check: dict) -> str | None:
+def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline) -> str | None:
     """Runs both arms on ``pairs`` seeds, and a cheap recipe on further ones. Returns why the recipe lost, or None."""
     for seed in fresh_seeds(study.seed, pairs):
-        if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline, check)):
+        if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline)):
             return why
     if _ends_worse(attempt, baseline):
         return None  # further runs of the recipe alone would only say so more surely
@@ -270,42 +258,30 @@ def further_seeds(seed: int, count: int) -> list[int]:
 
 
 def _further_per_pair(attempt: Confirmation) -> int:
-    """Runs of the recipe alone per pair of runs; more if it is faster. 0 for an exact one, compared seed by seed."""
-    if loosest_exactness(attempt.recipe) in EXACT:
-        return 0
+    """Runs of the recipe alone per pair of runs; more if it is faster."""
     arms = attempt.baseline_runs, attempt.tuned_runs
     original, tuned = (fmean(run["trial_seconds"] for run in runs.values()) for runs in arms)
     return min(MAX_FURTHER, int(FURTHER_SHARE * original / tuned))
 
 
-def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline, check: dict) -> str | None:
+def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline) -> str | None:
     """Runs both arms on one seed, in alternating order; the original's runs on the first seeds may be there already.
 
     Returns why the recipe lost, or None.
     """
     for is_tuned in (True, False) if len(attempt.paired) % 2 == 0 else (False, True):
-        run = study.run(attempt.recipe, seed) if is_tuned else _run_original(study, attempt, seed, baseline)
+        run = study.run(attempt.recipe, seed) if is_tuned else _run_original(study, seed, baseline)
         (attempt.tuned_runs if is_tuned else attempt.baseline_runs)[seed] = run
         if "failed" in run:
             return f"seed {seed}{'' if is_tuned else ', of the original'}: {run['failed']}"
     attempt.missed = _falls_short(attempt.tuned_runs[seed], baseline) and not misses_target(attempt.baseline_runs[seed])
-    if attempt.missed:
-        return _never_reached(seed, attempt.tuned_runs[seed], baseline)
-    is_bit_exact = not quality_risks(attempt.recipe) and loosest_exactness(attempt.recipe) is Exactness.BIT_EXACT
-    is_bit_exact = is_bit_exact and check.get("reproducible", True)
-    tuned, original = (_metrics(runs[seed]) for runs in (attempt.tuned_runs, attempt.baseline_runs))
-    if is_bit_exact and study.device == "cpu" and tuned != original:  # on a GPU not even two original runs are equal
-        return f"seed {seed} is not the original's run, though every member claims the same bits"
-    return None
+    return _never_reached(seed, attempt.tuned_runs[seed], baseline) if attempt.missed else None
 
 
-def _run_original(study: Study, attempt: Confirmation, seed: int, baseline: Baseline) -> dict:
-    """The original's run on one seed; that of the baseline's substitute, marked as such, where there is none yet.
-
-    An exact recipe is compared with the original itself: the substitute rests on the same check.
-    """
+def _run_original(study: Study, seed: int, baseline: Baseline) -> dict:
+    """The original's run on one seed; that of the baseline's substitute, marked as such, where there is none yet."""
     is_known = seed in baseline.run_seeds or study.has_run(Recipe(), seed)
-    if is_known or not quality_risks(attempt.recipe) or not _is_sound(study, baseline):
+    if is_known or not _is_sound(study, baseline):
         return study.run(Recipe(), seed)
     assert baseline.substitute is not None, "it is sound"
     run = study.run(baseline.substitute.recipe, seed)
@@ -313,11 +289,6 @@ def _run_original(study: Study, attempt: Confirmation, seed: int, baseline: Base
         return run | {SUBSTITUTED: str(baseline.substitute.recipe)}
     baseline.substitute = None
     return study.run(Recipe(), seed)
-
-
-def _shows_exactness(check: dict) -> bool:
-    """Whether a check was passed that does not rest on the size of differences between runs."""
-    return bool(check.get("passed")) and not check.get("statistics")
 
 
 def _is_sound(study: Study, baseline: Baseline) -> bool:
@@ -340,14 +311,13 @@ def _is_sound(study: Study, baseline: Baseline) -> bool:
     return baseline.substitute is not None
 
 
-def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
+def _judge(attempt: Confirmation, baseline: Baseline) -> None:
     """Sets ``gate``, the speed-ups, ``over`` and ``why`` of an attempt from its runs, if it has paired seeds.
 
     The attempt is over once quality and speed-up are settled.
     """
     if not attempt.paired:
         return
-    exact = _shows_exactness(check)
     known = dict(zip(baseline.run_seeds, baseline.runs, strict=True))
     original = attempt.baseline_runs | {seed: run for seed, run in known.items() if seed not in attempt.baseline_runs}
     before, after = gate.final_metrics(original, attempt.tuned_runs, baseline.margin, baseline.higher_is_better)
@@ -357,33 +327,20 @@ def _judge(attempt: Confirmation, baseline: Baseline, check: dict) -> None:
         margin=baseline.margin,
         higher_is_better=baseline.higher_is_better,
         more_baseline=[before[seed] for seed in original if seed not in attempt.baseline_runs],
-        confidence=gate.confidence_of() if exact else attempt.confidence,  # any exact recipe is contradicted as often
+        confidence=attempt.confidence,
     )
     substitutes = [run[SUBSTITUTED] for seed in attempt.paired if SUBSTITUTED in (run := attempt.baseline_runs[seed])]
     if substitutes:
         how = f"{substitutes[0]}, exact on this task, trained in place of the original"
         result = attempt.gate = replace(result, why=f"{result.why}; on {len(substitutes)} of these seeds {how}")
-    if not exact:
-        result = attempt.gate = _judge_misses(attempt, result, baseline)
+    result = attempt.gate = _judge_misses(attempt, result, baseline)
     attempt.why = result.why
     if len(attempt.paired) < 2:
         return
-    gain, block_speedup, measured = compute_speedup(attempt, same_steps=exact)
-    if exact:
-        # two pairs suffice if nothing in the runs contradicts the exactness check or the interleaved comparison
-        as_good = result.difference is not None and result.difference["mean"] > -result.margin
-        agrees = as_good and measured.median >= AGREEMENT * block_speedup.median
-        result = attempt.gate = gate.equal_by_construction(result, check, EXACT_PAIRS if agrees else MIN_SEEDS)
+    gain, block_speedup = compute_speedups(attempt)
     slow = gain.high < SURELY_FASTER
-    only_speed_is_open = exact and not attempt.uses_measured  # then no further seed makes the speed surer
-    is_settled_but_for_others = result.passed and is_disturbed(attempt.comparison)
-    attempt.over = (
-        attempt.passed
-        or slow
-        or is_settled_but_for_others
-        or (result.settled and (only_speed_is_open or not result.passed))
-    )
-    attempt.why = result.why
+    is_settled = is_disturbed(attempt.comparison) if result.passed else result.settled or _is_hopeless(attempt)
+    attempt.over = attempt.passed or slow or is_settled
     if is_disturbed(attempt.comparison):
         attempt.why += f"; {disturbance(attempt.comparison)}"
     if attempt.uses_measured:

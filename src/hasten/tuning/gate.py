@@ -1,13 +1,13 @@
 """The quality gate: the non-inferiority test that a recipe must pass to be reported as good as the original.
 
-The margin is stated before anything is tried, the seeds are paired and fresh, and the lower end of the difference must
-stay inside the margin. An arm that is cheap may be run on further seeds: its own mean is then known better. The gate
-fails closed: a missing, constant or non-finite metric has not passed.
+The margin is fixed before a changed training is tried, the seeds are paired and fresh, and the lower end of the
+difference must stay inside the margin. An arm that is cheap may be run on further seeds: its own mean is then known
+better. The gate fails closed: a missing, constant or non-finite metric has not passed.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import fmean, stdev, variance
 
 from scipy.special import stdtr, stdtrit
@@ -181,15 +181,3 @@ def _standard_error(baseline: list[float], tuned: list[float], fresh: int) -> tu
     of_means = of_baseline / fresh, max(variance(tuned), of_baseline) / len(tuned)
     denominator = of_means[0] ** 2 / (len(baseline) - 1) + of_means[1] ** 2 / (len(tuned) - 1)
     return math.sqrt(sum(of_means)), sum(of_means) ** 2 / denominator if denominator else 1.0
-
-
-def equal_by_construction(gate: NonInferiorityResult, check: Mapping, fewest: int = MIN_SEEDS) -> NonInferiorityResult:
-    """The gate of a recipe that passed the exactness check on this task: ``fewest`` seeds need only not contradict.
-
-    Rounding alone lets long runs end apart, as other seeds would; only a metric that is surely worse contradicts the
-    check.
-    """
-    if gate.difference is None or gate.passed or len(gate.seeds) < fewest or gate.difference["high"] < 0:
-        return gate
-    change = f"over {len(gate.seeds)} paired seeds the metric changes by {gate.difference['mean']:+.4g}"
-    return replace(gate, passed=True, settled=True, why=f"proven exact ({check['why']}); {change}")

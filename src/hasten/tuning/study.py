@@ -29,6 +29,7 @@ from hasten.utils.targets import first_sustained_target
 
 EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)  # classes that change the numbers by rounding at most
 SHORT_LOOKS = (6, 9, 14)  # pairs of blocks in a comparison of the search; the confirmation has more
+SHORT_COMPARISON_SECONDS = 12.0  # of a comparison of the search, where no others are given
 CHECK_SECONDS, CHECK_STEPS = 20.0, 3.6  # of an exactness check: steps where they are long, so that each arm does three
 ONE_ROUND = (1, 1)  # pairs of processes in a comparison of the search
 LONG_BLOCKS_SHARE = 1 / 8  # of the budget, that a comparison of ranks which communicate seldom may take
@@ -124,7 +125,7 @@ class Study:
         b: Recipe,
         *,
         looks: Sequence[int] = SHORT_LOOKS,
-        seconds: float = 12.0,
+        seconds: float = SHORT_COMPARISON_SECONDS,
         salt: str = "",
         single_process: bool = False,
         rounds: tuple[int, int] = ONE_ROUND,

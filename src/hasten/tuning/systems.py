@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from hasten.benchmarking.blocks import BLOCK_SECONDS, MIN_PAIRS
+from hasten.benchmarking.arm import warm_up_steps
+from hasten.benchmarking.blocks import BLOCK_SECONDS, MIN_PAIRS, block_steps
 from hasten.benchmarking.measurement import SLACK
 from hasten.benchmarking.ratio import FASTER, SAME, SLOWER, UNSURE, Ratio
 from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
@@ -177,7 +178,7 @@ def _try_recipe(
             return note(*check_verdict(check))
     outcome = study.compare_speed(base, recipe, seconds=seconds)
     spent += outcome["trial_seconds"]
-    if _may_be_settled_by_more(outcome, LONGER * seconds) or is_disturbed(outcome):
+    if may_be_settled_by_more(study, outcome, LONGER * seconds) or is_disturbed(outcome):
         ratio, again = outcome["ratio"], dict(LONGER_COMPARISON)
         if is_disturbed(outcome):  # a search that continues, perhaps on an idle machine, measures it anew
             again["salt"] = f"after one beside others, in {study.budget.total:.0f} s"
@@ -202,14 +203,18 @@ def _try_recipe(
     return recipe, whole_run_ratio(outcome, samples)
 
 
-def _may_be_settled_by_more(outcome: dict[str, Any], seconds: float) -> bool:
+def may_be_settled_by_more(study: Study, outcome: dict[str, Any], seconds: float) -> bool:
     """Whether a promising comparison was left open, and one of so many ``seconds`` would have several rounds.
 
-    A single round again, however long, would know as little about how much fresh processes differ.
+    A longer single round would reduce the noise of its blocks only, and know as little about how much fresh processes
+    differ. ``outcome`` is that of ``Study.compare_speed``.
     """
     if outcome.get("verdict") != UNSURE or outcome["ratio"]["median"] <= PROMISING_GAIN:
         return False
-    shortest_round = sum(outcome["start_seconds"].values()) + 2 * MIN_PAIRS * BLOCK_SECONDS
+    step = study.step_seconds
+    block = max(BLOCK_SECONDS, block_steps({"step": step, "sync_period": 1}) * step)
+    warm_up = warm_up_steps(step) * step  # of each arm, which ``start_seconds`` leave out
+    shortest_round = sum(outcome["start_seconds"].values()) + 2 * (warm_up + MIN_PAIRS * block)
     return seconds > ROUNDS[0] * SLACK * shortest_round
 
 

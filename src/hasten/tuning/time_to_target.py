@@ -21,22 +21,21 @@ ERROR = 0.05  # probability that the interval misses the true value
 class Counts:
     """Samples that the runs of two arms trained.
 
+    A seed says nothing about the other arm's samples (other batches, another schedule): the arms are independent draws,
+    of different numbers of seeds perhaps.
+
     Attributes:
         baseline: (samples until the evaluation that counts, samples since the evaluation before it), a row a run.
         tuned: The same of the other arm.
-        paired: Row i of both arms is one seed, whose samples are equal by construction: exact recipes. Otherwise a seed
-            says nothing about the other arm's samples (other batches, other schedule), and the arms are independent
-            draws, of different numbers of seeds perhaps.
         has_rounding: Whether the distance of two evaluations adds to the spread of the runs.
     """
 
     baseline: list[tuple[int, int]]
     tuned: list[tuple[int, int]]
-    paired: bool = False
     has_rounding: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        return {"baseline": self.baseline, "tuned": self.tuned, "paired": self.paired}
+        return {"baseline": self.baseline, "tuned": self.tuned}
 
 
 def time_to_target(comparison: dict, counts: Counts) -> tuple[Ratio, float, float]:
@@ -61,25 +60,20 @@ def time_to_target(comparison: dict, counts: Counts) -> tuple[Ratio, float, floa
 def mean_ratio(a: Sequence[float], b: Sequence[float], counts: Counts, half_width: float = 0.0) -> Ratio:
     """The ratio of the geometric mean times of two arms, one time a run, with its 95 % interval.
 
-    Paired arms: Student's t of the log ratios. Independent arms: Welch's t of the logs, where the metric is evaluated
-    now and then, so that each count is rounded up to the next evaluation: three equal counts leave 0.7 of the distance
-    of two evaluations in doubt, more counts less. ``half_width`` is that of the interval of an independent error of the
-    logarithm, which is added.
+    Welch's t of the logs. The metric is evaluated now and then, so that each count is rounded up to the next
+    evaluation: three equal counts leave 0.7 of the distance of two evaluations in doubt, more counts less.
+    ``half_width`` is that of the interval of an independent error of the logarithm, which is added.
     """
     logs_a, logs_b = ([math.log(seconds) for seconds in arm] for arm in (a, b))
     center, of_seeds = fmean(logs_a) - fmean(logs_b), 0.0
     if min(len(logs_a), len(logs_b)) > 1:
-        if counts.paired:
-            variance = stdev([x - y for x, y in zip(logs_a, logs_b, strict=True)]) ** 2 / len(logs_a)
-            degrees = len(logs_a) - 1.0
-        else:
-            variances = [
-                max(stdev(logs), _rounding(rows) if counts.has_rounding else 0.0) ** 2 / len(logs)
-                for logs, rows in ((logs_a, counts.baseline), (logs_b, counts.tuned))
-            ]
-            variance = sum(variances)
-            shares = [part**2 / (len(logs) - 1) for part, logs in zip(variances, (logs_a, logs_b), strict=True)]
-            degrees = variance**2 / sum(shares) if variance else 1.0
+        variances = [
+            max(stdev(logs), _rounding(rows) if counts.has_rounding else 0.0) ** 2 / len(logs)
+            for logs, rows in ((logs_a, counts.baseline), (logs_b, counts.tuned))
+        ]
+        variance = sum(variances)
+        shares = [part**2 / (len(logs) - 1) for part, logs in zip(variances, (logs_a, logs_b), strict=True)]
+        degrees = variance**2 / sum(shares) if variance else 1.0
         of_seeds = float(stdtrit(degrees, 1 - ERROR / 2)) * math.sqrt(variance)
     width = math.hypot(of_seeds, half_width)
     return Ratio(math.exp(center), math.exp(center - width), math.exp(center + width))

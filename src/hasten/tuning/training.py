@@ -243,7 +243,10 @@ def try_training_compositions(
 
 
 def length_option(name: str) -> str | None:
-    """The option of a method that is the length of the training; None if it has none."""
+    """The option of a method that is the length of the training; None if it has none.
+
+    By the cards of registered methods only: a length that ``--vary`` names is on the card of its Candidate alone.
+    """
     space = method_class(name).card.search_space.items()
     return next((option for option, one in space if isinstance(one, SearchRange) and one.is_length), None)
 

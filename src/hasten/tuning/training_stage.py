@@ -118,7 +118,7 @@ def find_training(study: Study, state: SearchState) -> None:
     first_faster = 1 + max((index for index, recipe in enumerate(recipes) if recipe in proven), default=-1)
     recipes = recipes[first_faster:]
     known = [*state.tested, *(found.recipe for found in state.findings)]
-    recipes = [recipe for recipe in recipes if recipe and recipe not in known]
+    recipes = [recipe for recipe in recipes if quality_risks(recipe) and recipe not in known]
     longer = add_lengthened(recipes, joint)
     recipes = [recipe for recipe in recipes if recipe not in known]
     _confirm(study, state, baseline, recipes, is_whole, _easiest_to_prove(study, recipes, longer, baseline))
@@ -140,6 +140,8 @@ def _keeps_quality(study: Study, state: SearchState, baseline: Baseline, found: 
     with study.budget.part(1.0):
         for seed in baseline.run_seeds:
             runs[seed] = study.run(found.recipe, seed)
+            if "failed" in runs[seed]:
+                break
     if failed := next((run["failed"] for run in runs.values() if "failed" in run), ""):
         found.evidence, found.to_prove = ESTIMATED, "its whole training fails"
         study.note(str(found.recipe), "confirmation", "failed", failed)
@@ -302,10 +304,10 @@ def _confirm(
         with budget.part(1.0):
             samples = fmean(count for count, _ in winner.counts.tuned) if winner.counts else 0.0
             state.winner_in_one_process = compare_with_one_process(study, state, winner.recipe, samples)
+    pace, shares = winner.comparison["seconds_per_1000_samples"]["a"], state.diagnosis.get("phases") or {}
+    state.step_profiles["baseline"] = {name: share * pace for name, share in shares.items() if share is not None}
     with budget.part(1.0):
         compare_with_strong_baseline(study, winner, state.strong_baseline, seconds)
-        pace, shares = winner.comparison["seconds_per_1000_samples"]["a"], state.diagnosis.get("phases") or {}
-        state.step_profiles["baseline"] = {name: share * pace for name, share in shares.items() if share is not None}
         state.step_profiles["tuned"] = study.step_profile(winner.recipe)
     if winner.recipe != state.ablated or len(state.contributions) < len(winner.recipe.methods):
         samples = baseline.samples_to_target()
@@ -361,7 +363,7 @@ def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool, of_scri
         )
     if seconds is None or attempt.speedup is None:
         return f"{seeds} more seeds"
-    exact = _substitute(state.findings) if quality_risks(attempt.recipe) else None
+    exact = _substitute(state.findings)
     of_original = seeds if exact is None else 0 if is_whole else BASELINE_SEEDS
     more = (seeds / attempt.speedup.median + of_original) * seconds
     if exact and seeds > of_original:

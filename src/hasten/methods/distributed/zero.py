@@ -48,6 +48,7 @@ DIVERGED = (
     "use ddp:find_unused_parameters=true"
 )
 MIN_BLOCK_NUMEL = 10_000  # smaller blocks are gathered with the root module
+CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 
 
@@ -205,8 +206,10 @@ def _mesh(run: RunContext, shard_size: int = 0) -> DeviceMesh:
 
 
 def _shard(model: torch.nn.Module, options: dict[str, Any]) -> torch.nn.Module:
-    for weight in model.parameters():  # torch shards no others; activations stay channels-last
-        weight.data = weight.data.contiguous()
+    for weight in model.parameters():  # torch shards contiguous ones only; activations stay channels-last
+        # of other layouts torch raises an error: a transposed view of another weight would no longer be tied to it
+        if any(weight.is_contiguous(memory_format=layout) for layout in CHANNELS_LAST):
+            weight.data = weight.data.contiguous()
     for block in _blocks(model):
         fully_shard(block, **options)
     if policy := options.get("mp_policy"):
