@@ -14,7 +14,7 @@ from hasten.engine.tasks import TaskRef
 from hasten.tuning.budget import Budget
 from hasten.tuning.joint_search import POINTS, Space, add_lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.systems import Incumbents, candidate
-from hasten.tuning.training import Baseline, first_outcome, run_seeds, try_training_compositions
+from hasten.tuning.training import Baseline, first_outcome, run_seeds, try_training_composition
 from hasten.tuning.training_stage import _easiest_to_prove
 from hasten.utils.search_range import SearchRange
 from helpers.planted_study import THREADS, frozen
@@ -106,11 +106,8 @@ def test_composition_keeps_the_shorter_length_of_the_best_recipe():
     baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
     short = Recipe({"budgeted_schedule": {"factor": 0.32, "peak": BEST_PEAK}})
     best = run_seeds(study, short, first_outcome(baseline), baseline, [])
-    tried = [
-        Recipe.parse(["budgeted_schedule:factor=0.5,peak=9", "ema"]),
-        Recipe.parse("budgeted_schedule:factor=0.64"),
-    ]
-    try_training_compositions(study, Incumbents([Recipe(), short]), best, tried, baseline)
+    for tried in (["budgeted_schedule:factor=0.5,peak=9", "ema"], ["budgeted_schedule:factor=0.64"]):
+        try_training_composition(study, Incumbents([Recipe(), short]), best, Recipe.parse(tried), baseline)
     assert {text for text, _ in study.ran} == {"baseline", str(short), str(short | Recipe.parse("ema"))}
 
 

@@ -8,6 +8,7 @@ from hasten.core.recipe import Recipe
 from hasten.tuning import systems, training
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.systems import Incumbents, candidate, confirm_speed, search_systems
+from hasten.tuning.training import first_outcome, run_seeds, search_training
 from hasten.tuning.training_stage import BASELINE_SEEDS
 from helpers.planted_study import (
     CLIPPING,
@@ -16,6 +17,7 @@ from helpers.planted_study import (
     THREADS,
     TRIAL,
     Planted,
+    baseline_of,
     clipping,
     frozen,
     searched_systems,
@@ -130,6 +132,16 @@ def test_setting_without_effect_is_not_accepted_by_luck():
     assert str(incumbents.best) == clipping(2)
     assert study.trials[-1]["why"] == "trains exactly as a setting that was tried before"
     assert len([what for what in study.kinds("run") if what.startswith(clipping(3))]) == 1
+
+
+def test_setting_that_the_best_recipe_has_is_not_trained_again():
+    """Whether its options are given or left at their defaults."""
+    muon, ema = Recipe({"muon": {"momentum": 0.95}}), candidate("ema")
+    study = Planted(samples={"muon:momentum=0.95": 0.5})
+    incumbents = Incumbents([Recipe(), muon])
+    best = run_seeds(study, muon, first_outcome(baseline_of(study)), baseline_of(study), [])
+    search_training(study, incumbents, [candidate("muon"), replace(ema, presets=({},))], baseline_of(study), best)
+    assert study.noted("training") == ["ema"]
 
 
 @pytest.mark.parametrize("offered", [True, False])

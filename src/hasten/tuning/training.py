@@ -18,7 +18,7 @@ from typing import Any
 
 from hasten.benchmarking.ratio import FASTER
 from hasten.core.recipe import Recipe
-from hasten.engine.registry import method_class
+from hasten.engine.registry import method_class, options_of
 from hasten.tuning.study import Study
 from hasten.tuning.systems import (
     MIN_GAIN,
@@ -217,28 +217,27 @@ def seconds_of(run: dict) -> float:
     return rows[0]["seconds"] + median(stretches) * (run["samples"] - rows[0]["samples"])
 
 
-def try_training_compositions(
-    study: Study, incumbents: Incumbents, best: Outcome, recipes: list[Recipe], baseline: Baseline
+def try_training_composition(
+    study: Study, incumbents: Incumbents, best: Outcome, composition: Recipe, baseline: Baseline
 ) -> Outcome:
-    """Trains whole recipes that won elsewhere, added to the best so far, and pushes those that win.
+    """Trains a recipe that won elsewhere, added to the best so far, and pushes it if it wins.
 
-    One that fails since some of its methods have no effect here is tried again without these; a length that is not
+    If it fails since some of its methods have no effect here it is tried again without these; a length that is not
     shorter than that of the best recipe is left out. ``best`` is the outcome of the best recipe so far; returns that of
     the new best.
     """
-    for one in recipes:
-        recipe = _without_longer_length(incumbents.best, one.drop(*without_effect(study, one)))
-        while (merged := merge(incumbents.best, recipe)) != incumbents.best and not conflict_reason(merged):
-            if study.task.command and not changes_something(study, incumbents.best, merged, str(recipe)):
-                break
-            outcome = run_seeds(study, merged, best, baseline, [])
-            note_outcome(study, str(recipe), outcome, best)
-            if outcome.verdict == "kept":
-                incumbents.push(merged)
-                best = outcome.after(best)
-            if (able := recipe.drop(*without_effect(study, recipe))) == recipe:
-                break
-            recipe = able
+    recipe = _without_longer_length(incumbents.best, composition.drop(*without_effect(study, composition)))
+    while (merged := merge(incumbents.best, recipe)) != incumbents.best and not conflict_reason(merged):
+        if study.task.command and not changes_something(study, incumbents.best, merged, str(recipe)):
+            break
+        outcome = run_seeds(study, merged, best, baseline, [])
+        note_outcome(study, str(recipe), outcome, best)
+        if outcome.verdict == "kept":
+            incumbents.push(merged)
+            best = outcome.after(best)
+        if (able := recipe.drop(*without_effect(study, recipe))) == recipe:
+            break
+        recipe = able
     return best
 
 
@@ -296,9 +295,9 @@ def search_training(
     """
     best = best or first_outcome(baseline)
     for item in candidates:
-        base, losses, is_checked, seen = incumbents.best, 0, False, []
+        base, losses, is_checked, seen = incumbents.best, 0, False, [_curve(best.runs[0])]
         for options in item.presets:
-            if base.methods.get(item.name) == options:
+            if _has(base, item.name, options):
                 continue  # part of a composition
             recipe = add_or_replace(base, item.name, options)
             text = str(Recipe({item.name: options}))
@@ -319,6 +318,17 @@ def search_training(
             elif outcome.verdict == "no effect" or (losses := losses + 1) == MAX_LOSSES:
                 break
     return best
+
+
+def _has(recipe: Recipe, name: str, options: dict[str, Any]) -> bool:
+    """Whether a recipe has the method with these options, be they given or left at their defaults."""
+    defaults = options_of(method_class(name))
+    return name in recipe.methods and defaults | recipe.methods[name] == defaults | options
+
+
+def _curve(run: dict) -> list[tuple[int, float]]:
+    """(samples, metric) of each evaluation of a run."""
+    return [(row["samples"], row["metric"]) for row in run.get("evaluations", ())]
 
 
 def note_outcome(study: Study, text: str, outcome: Outcome, best: Outcome) -> None:
@@ -343,18 +353,19 @@ def run_seeds(
     With ``same_steps`` the recipe differs from the best one in its length only: samples are compared, since the clocks
     of two runs differ by more than their pace.
 
-    ``seen`` holds the evaluations of the other presets on the first seed; those of this one are added. A preset that
-    changes nothing in a run of this length is no gain: only the noise of the measured seconds could make it faster.
+    ``seen`` holds the evaluations of other presets, or of the best recipe, on the first seed; those of this one are
+    added. A preset that changes nothing in a run of this length is no gain: only the noise of the measured seconds
+    could make it faster.
     """
     runs: list[dict] = []
     time_limit = round(TIME_LIMIT * best.whole_seconds(1), 2)
     for seed in baseline.seeds:
         runs.append(study.run(recipe, seed, time_limit=None if runs else time_limit))
-        evaluations = [(row["samples"], row["metric"]) for row in runs[0].get("evaluations", ())]
-        if len(runs) == 1 and len(evaluations) >= MIN_EVALUATIONS:
-            if evaluations in seen:
+        curve = _curve(runs[0])
+        if len(runs) == 1 and len(curve) >= MIN_EVALUATIONS:
+            if curve in seen:
                 return Outcome("no gain", "trains exactly as a setting that was tried before", tuple(runs))
-            seen.append(evaluations)
+            seen.append(curve)
         outcome = Outcome.of(runs, baseline, best, same_steps)
         others = (len(baseline.seeds) - 1) * runs[0]["trial_seconds"]
         if outcome.verdict != "kept" or others > AFFORDABLE_SHARE * study.budget.left():

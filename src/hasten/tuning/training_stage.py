@@ -31,7 +31,7 @@ from hasten.tuning.joint_search import Space, add_lengthened, has_length, search
 from hasten.tuning.largest_batch import largest_batch_compositions
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import PROFILE_SECONDS, Study
-from hasten.tuning.systems import Candidate, is_disturbed
+from hasten.tuning.systems import is_disturbed
 from hasten.tuning.systems_stage import (
     MIN_SHORT_RUN_S,
     SHORT_RUNS,
@@ -48,7 +48,7 @@ from hasten.tuning.training import (
     first_outcome,
     search_training,
     seconds_of,
-    try_training_compositions,
+    try_training_composition,
 )
 from hasten.utils.durations import duration_option, format_duration
 
@@ -96,19 +96,18 @@ def find_training(study: Study, state: SearchState) -> None:
             facts = frozenset(state.diagnosis.get("facts") or ())
             epoch = state.plan["samples_per_epoch"] or float("inf")
             recipes += largest_batch_compositions(study, state.incumbents.best, items, facts, epoch)
-        best = try_training_compositions(study, state.incumbents, first, recipes, baseline)
-        best = shorten(study, state.incumbents, joint, baseline, best)
+        best = first
 
-        def search(methods: list[Candidate], best: Outcome) -> Outcome:
-            found = search_training(study, state.incumbents, methods, baseline, best)
-            return found if found is best else shorten(study, state.incumbents, joint, baseline, found)
+        def shortened(found: Outcome) -> Outcome:
+            return best if found is best else shorten(study, state.incumbents, joint, baseline, found)
 
+        for recipe in recipes:  # each is compared at the shortest length with which those before it end well
+            best = shortened(try_training_composition(study, state.incumbents, best, recipe, baseline))
         if Space(joint).shortens(best, baseline):
-            found = search_jointly(study, state.incumbents, joint, baseline, best)
-            best = found if found is best else shorten(study, state.incumbents, joint, baseline, found)
+            best = shortened(search_jointly(study, state.incumbents, joint, baseline, best))
         else:
             others = [*(item for item in joint if not has_length(item)), *others]
-        search(others, best)
+        best = shortened(search_training(study, state.incumbents, others, baseline, best))
         state.contributions = leave_one_out(study, state.incumbents, samples, baseline)
         state.ablated = state.incumbents.best
     state.save()
