@@ -91,7 +91,7 @@ def test_bad_rows_list_states_row_and_reason():
 
 @pytest.mark.parametrize(
     "around",
-    [lambda source: Mapped(source, ()), lambda source: MemoryCache(source, None, None)],
+    [lambda source: Mapped(source, ()), lambda source: MemoryCache(source, None)],
     ids=["mapped", "cached"],
 )
 def test_known_bad_rows_pass_through_wrapping_sources(around):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hasten import ConfigurationError, RunError
-from hasten.core.errors import HastenWarning
-from hasten.data import Pipeline, arrays
+from hasten.core.errors import ProgressWarning
+from hasten.data import Pipeline, arrays, progress
 from helpers.caches import KINDS, NUMBERS, counting, files
 from helpers.pipelines import BATCH, ROWS, Bad, Runs, doubled, equal, scaled, shifted
 
@@ -154,21 +154,19 @@ def test_cache_of_uncacheable_source_raises(kind, build, message):
         list(build(arrays(NUMBERS), kind).batch(BATCH))
 
 
-def test_cache_reports_progress(recwarn, tmp_path):
+def test_cache_reports_progress(monkeypatch):
     class Slow(Runs):
         def read(self, rows):
             time.sleep(0.01)
             return torch.zeros(len(rows), 4_000_000)
 
-    reports = []
-    list(Pipeline(Slow([0, 5])).cache(on_progress=lambda *what: reports.append(what)).batch(5))
-    assert (
-        [done for _, done, _ in reports] == [0.2, 0.4, 0.6, 0.8, 1.0]
-        and reports[-1][2] == 0
-        and "memory" in reports[0][0]
-    )
-    assert all(re.search(r", [\d,]+ rows/s$", what) for what, *_ in reports)
-    assert not [each for each in recwarn if each.category is HastenWarning]
+    monkeypatch.setattr(progress, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress, "FIRST_PROGRESS_S", 0.0)
+    with pytest.warns(ProgressWarning) as warned:
+        list(Pipeline(Slow([0, 5])).cache().batch(5))
+    for done, warning in zip((20, 40, 60, 80), warned, strict=True):
+        expected = rf"filling the cache in memory, [\d,]+ rows/s: {done}% done, 0 s left"
+        assert re.fullmatch(expected, str(warning.message))
 
 
 class ImageAndLabel(NamedTuple):

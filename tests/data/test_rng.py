@@ -1,8 +1,10 @@
 """Random numbers belong to positions in an epoch: a position draws the same numbers in any batch."""
 
 import numpy
+import pytest
 import torch
 
+from hasten import ConfigurationError
 from hasten.data.rng import SampleRng
 
 KEY = 3, 0, 1
@@ -34,6 +36,19 @@ def test_single_position_has_no_batch_dimension():
         torch.stack([rng.uniform(3) for rng in SampleRng(numpy.arange(5), *KEY)]),
         SampleRng(numpy.arange(5), *KEY).uniform(3),
     )
+
+
+@pytest.mark.parametrize(
+    "limits", [(3, 3), (3, 2), (0, 2**32 + 1), (-1, 2**32), (2**63, 2**63 + 1), (0, 2.5), (0, None)]
+)
+def test_integers_of_an_impossible_range_are_refused(limits):
+    with pytest.raises(ConfigurationError, match=r"^integers\("):
+        SampleRng(numpy.arange(5), *KEY).integers(*limits)
+
+
+def test_integers_of_the_largest_range():
+    drawn = SampleRng(numpy.arange(1000), *KEY).integers(-1, 2**32 - 1)
+    assert drawn.min() < 2**26 and drawn.max() > 2**32 - 2**26
 
 
 def test_different_keys_give_different_draws():

@@ -124,7 +124,13 @@ def test_data_changed_while_caching_raise_and_leave_nothing(kind, tmp_path):
     file, new = tmp_path / "x.npy", tmp_path / "new.npy"
     numpy.save(file, NUMBERS.numpy())
     numpy.save(new, NUMBERS.numpy() + 1)
-    pipeline = arrays(file).cache(kind, on_progress=lambda *what: new.exists() and os.replace(new, file)).batch(ROWS)
+
+    def replace_file(sample):
+        if new.exists():
+            os.replace(new, file)
+        return sample
+
+    pipeline = arrays(file).map(replace_file).cache(kind).batch(ROWS)
     with pytest.raises(RunError, match="changed while the cache was filled"):
         list(pipeline)
     assert not (tmp_path / "cache").exists() or not files(tmp_path)

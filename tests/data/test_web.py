@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
-from hasten.data import csv, feather, images, parquet, tfrecord, webdataset
+from hasten.data import convert, csv, feather, images, parquet, tfrecord, webdataset
 from hasten.data.formats.tf_example import encode_example
 from hasten.data.formats.tfrecord import frame_records
 from hasten.data.io import range_reader, remote
@@ -372,6 +372,31 @@ def test_open_files_are_limited(web):
     for file in numpy.random.default_rng(0).permutation(len(content)).tolist():
         assert source.read(numpy.array([2 * file]))["txt"] == [f"text {file}"]
     assert len(range_reader._thread.files) == range_reader.MAX_OPEN_FILES
+
+
+def test_versions_of_remote_images_are_requested_concurrently(web, monkeypatch):
+    """A cache compares them before every epoch."""
+    source, running, most, given = images(f"{web.address}/data/images", resize=8).source, [], [], Answer.given
+
+    def slow(*arguments):
+        running.append(None)
+        most.append(len(running))
+        time.sleep(0.1)
+        running.pop()
+        return given(*arguments)
+
+    monkeypatch.setattr(Answer, "given", slow)
+    fingerprint = source.fingerprint()
+    assert max(most) > 1
+    monkeypatch.setattr(Answer, "given", given)
+    assert source.fingerprint() == fingerprint
+
+
+def test_remote_csv_with_another_delimiter_is_not_a_bad_file(web, tmp_path):
+    for name, separator in {"a": ",", "b": ";"}.items():
+        web.content[f"/data/mixed/{name}.csv"] = b"n,half\n" + f"1{separator}0\n".encode() * 40
+    with pytest.raises(ConfigurationError, match=r"b\.csv has no more good lines than bad ones: (?!.*may be skipped)"):
+        convert(f"{web.address}/data/mixed/*", tmp_path / "out", to="feather", max_bad_rows=1)
 
 
 def test_deleted_remote_images_are_bad_rows(web):

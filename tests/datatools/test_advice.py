@@ -1,17 +1,15 @@
-"""Storage advice is measured on the data, and leaves no files behind, however the process ends."""
+"""Storage advice is measured on the data."""
 
 import os
-import time
 
 import numpy
 import pytest
 
 from hasten.core.progress import no_progress
-from hasten.datatools.advice import better_storages, limit_by_disk, temporary_directory
+from hasten.datatools.advice import better_storages, limit_by_disk
 from hasten.datatools.format_detection import formats_at
 from hasten.datatools.row_reader import RowReader
 from hasten.datatools.stage_throughput import stage_rates
-from helpers.process import FORK, start_process
 from helpers.storages import mixed_table, write_images, write_table
 
 
@@ -46,26 +44,3 @@ def test_advice_skips_formats_that_cannot_store_the_data(tmp_path):
     kind, files = formats_at(data)[0]
     found = better_storages(RowReader(kind, files, files, fill=0), [1.0], 3000, None, 2.0, no_progress)
     assert [each["to"] for each in found] == ["feather"]
-
-
-def at_work(results):
-    with temporary_directory() as directory:
-        results.put(str(directory))
-        time.sleep(60)
-
-
-def test_advice_removes_files_of_a_killed_process(cache):
-    process = start_process(at_work, results := FORK.SimpleQueue())
-    while results.empty():
-        assert process.is_alive()
-        time.sleep(0.01)
-    left = results.get()
-    with temporary_directory() as mine:
-        assert os.path.isdir(left) and str(mine) != left  # in use
-    process.kill()
-    process.join()
-    with temporary_directory():
-        deadline = time.monotonic() + 60
-        while os.path.isdir(left) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not os.path.isdir(left)

@@ -1,5 +1,6 @@
 """Conversions between storage formats: the same content in every format."""
 
+import gzip
 import json
 
 import numpy
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from hasten import ConfigurationError
-from hasten.data import arrays, convert, feather, images, inspect, parquet, tfrecord, webdataset
+from hasten.data import arrays, convert, csv, feather, images, inspect, parquet, tfrecord, webdataset
 from hasten.data.source import column_leaves
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_images, write_table
 
@@ -77,6 +78,36 @@ def test_convert_csv_to_a_table(tmp_path):
     convert(tmp_path / "*.csv", tmp_path / "out", to="parquet")
     read = read_all(parquet(tmp_path / "out"))
     assert read["x"].tolist() == [1, 2, 2.5] and read["y"] == ["one", "two", "half"]
+
+
+def test_convert_csv_whose_integers_are_fractions_in_another_file(tmp_path):
+    large = 2**53 + 1
+    (tmp_path / "a.csv").write_text(f"x\n1\n{large}\n")
+    (tmp_path / "b.csv").write_text("x\n1.5\n2.5\n")
+    for to in ("parquet", "feather"):
+        convert(tmp_path / "*.csv", tmp_path / to, to=to)
+        read = {"parquet": parquet, "feather": feather}[to](tmp_path / to)
+        assert (
+            read_all(read)["x"].tolist() == read_all(csv(tmp_path / "*.csv"))["x"].tolist() == [1, large - 1, 1.5, 2.5]
+        )
+
+
+@pytest.mark.parametrize("name", ["X.TSV", "X.TSV.GZ", "X.CSV.GZ"])
+def test_convert_csv_with_an_upper_case_name(tmp_path, name):
+    text = ("a\tb\n1\t2\n" if "TSV" in name else "a,b\n1,2\n").encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".GZ") else text)
+    convert(tmp_path / name, tmp_path / "out", to="feather")
+    assert {column: values.tolist() for column, values in read_all(feather(tmp_path / "out")).items()} == {
+        "a": [1],
+        "b": [2],
+    }
+
+
+def test_convert_fill_as_a_number_of_numpy(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n,4\n")
+    convert(tmp_path / "a.csv", tmp_path / "out", to="rows", fill=numpy.float32(7))
+    assert convert(tmp_path / "a.csv", tmp_path / "out", to="rows", fill=7)["written"] == 0
+    assert numpy.load(tmp_path / "out" / "x.npy").tolist() == [1, 7]
 
 
 def test_convert_resizes_images_into_tars(tmp_path):

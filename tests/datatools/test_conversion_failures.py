@@ -162,6 +162,25 @@ def test_convert_invalid_directory_is_refused(tmp_path):
         )
 
 
+def test_convert_keeps_other_files_that_end_in_part(tmp_path):
+    """Such as unfinished downloads: neither before a conversion, nor when one is refused after it began."""
+    data, out = write_table(tmp_path / "in"), tmp_path / "out"
+    out.mkdir()
+    (out / "film.mp4.part").write_text("mine")
+    with pytest.raises(ConfigurationError, match="is not empty and contains no conversion"):
+        convert(data, out, to="feather")
+    (out / "film.mp4.part").rename(tmp_path / "film.mp4.part")
+    (out / "conversion.json.part").touch()  # left by a conversion that was killed while it began
+
+    def interrupt(what, done, left):
+        (tmp_path / "film.mp4.part").rename(out / "film.mp4.part")
+        raise ConfigurationError("refused")
+
+    with pytest.raises(ConfigurationError, match="refused"):
+        convert(data, out, to="feather", on_progress=interrupt)
+    assert os.listdir(out) == ["film.mp4.part"]
+
+
 def test_convert_one_process_per_directory(tmp_path):
     import fcntl
 

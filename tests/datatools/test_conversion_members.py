@@ -41,6 +41,16 @@ def test_convert_keeps_members_that_the_first_sample_lacks(tmp_path):
     assert [tuple(image.shape) for image in read["jpg"]] == [(3, 8, 8)] * 3 and read["cls"].tolist() == [0, 1, 2]
 
 
+def test_convert_shards_of_which_one_ends_with_the_first_key_of_the_next(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in ("a.tar", "b.tar"):
+        shards(tmp_path / "in" / name, {"png": [0]}, samples=1)
+    with pytest.raises(ConfigurationError, match="two samples in succession have the key '0000' and would become one"):
+        convert(tmp_path / "in", tmp_path / "out", to="webdataset", resize=8)
+    assert not (tmp_path / "out").exists()
+    assert convert(tmp_path / "in", tmp_path / "out", to="webdataset", resize=8, shards=2)["rows"] == 2
+
+
 def test_convert_uses_an_image_of_another_type_if_no_sample_has_both(tmp_path):
     data = shards(tmp_path / "in.tar", {"png": [0], "jpeg": [1, 2]})
     convert(data, tmp_path / "out", to="webdataset", resize=8)

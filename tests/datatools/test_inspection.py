@@ -1,6 +1,7 @@
 """``hasten data inspect``: the content of data, the bottleneck of reading them, faster formats; no files are left
 behind."""
 
+import gzip
 import io
 import json
 import shlex
@@ -87,6 +88,25 @@ def test_inspect_long_csv_reads_its_first_lines(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(content * 10_000)
         with pytest.raises(ConfigurationError, match=f"^{tmp_path / name} {expected}"):
             inspect(tmp_path / name)
+
+
+def test_inspect_long_csv_files_whose_first_holds_only_a_header(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspection, "SAMPLED_CSV_BYTES", 50_000)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.csv").write_text("x0,x1,x2,x3,label\n")
+    pyarrow.csv.write_csv(numeric_table(5000), tmp_path / "in" / "b.csv")
+    result = inspect(tmp_path / "in", budget=BUDGET)
+    assert result["trouble"] is None and abs(result["rows"] - 5000) < 100
+    (tmp_path / "in" / "b.csv").write_bytes(b"1,2\n3\n" * 10_000)
+    with pytest.raises(ConfigurationError, match=f"^{tmp_path / 'in' / 'b.csv'} has no more good lines than "):
+        inspect(tmp_path / "in")
+
+
+def test_inspect_long_csv_with_an_upper_case_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspection, "SAMPLED_CSV_BYTES", 5_000)
+    lines = "\n".join(f"{number}\t{number / 7}" for number in range(5000))
+    (tmp_path / "X.TSV.GZ").write_bytes(gzip.compress(f"n\tx\n{lines}\n".encode()))
+    assert set(inspect(tmp_path / "X.TSV.GZ", budget=BUDGET)["columns"]) == {"n", "x"}
 
 
 def test_inspect_csv_first_lines_end_at_a_row(tmp_path, monkeypatch):

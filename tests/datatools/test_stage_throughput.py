@@ -2,14 +2,16 @@
 
 import time
 
+import pyarrow
 import pytest
 
+from hasten.data.formats.table_source import Table
 from hasten.data.source import BadRow, BadRowPolicy
 from hasten.datatools import stage_throughput
 from hasten.datatools.format_detection import formats_at
 from hasten.datatools.row_reader import RowReader
 from hasten.datatools.stage_throughput import read_rates, repeated_stage_rates, stage_rates
-from helpers.storages import ROWS, damage, write_table
+from helpers.storages import ROWS, damage, numeric_table, write_table
 
 
 def test_stage_rates_of_parquet_batches_are_slower_than_each_stage(tmp_path):
@@ -55,6 +57,19 @@ def test_stage_rates_with_max_rows_decode_one_chunk_only(tmp_path):
     kind, files = formats_at(write_table(tmp_path / "in", runs=ROWS // 20))[0]
     reader = RowReader(kind, files, files, max_rows=10)
     assert reader.rows == 10 and stage_rates(reader, 5.0)["decode"] > 0
+
+
+def test_stage_rates_do_not_read_a_text_target_again(tmp_path, monkeypatch):
+    """Reading it takes all files, and only a few row groups are measured."""
+    words = pyarrow.array([f"word {row % 7}" for row in range(ROWS)])
+    content = numeric_table().append_column("word", words)
+    kind, files = formats_at(write_table(tmp_path / "in", content=content, runs=ROWS // 20))[0]
+    reader = RowReader(kind, files, files, target="word")
+    assert len(reader.source.classes) == 7
+    decoded, decode = [], Table._decode
+    monkeypatch.setattr(Table, "_decode", lambda table, *chunk: (decoded.append(chunk), decode(table, *chunk))[1])
+    assert stage_rates(reader, 0.0)["decode"] > 0
+    assert len(decoded) <= 2
 
 
 def test_stage_rates_with_unreadable_row_groups_skip_them(tmp_path):

@@ -128,7 +128,7 @@ def test_operation_without_onnx_is_named(tmp_path):
 
 def test_run_of_a_users_file_needs_the_task(tmp_path):
     run = train_run(sentences(), tmp_path / "run")
-    with pytest.raises(ConfigurationError, match="does not name an installed workload; add --task TASK"):
+    with pytest.raises(ConfigurationError, match="does not name an installed workload; add --task TASK$"):
         export_model(run)
 
 
@@ -143,8 +143,9 @@ def test_weights_of_another_model_are_refused(digits_run, tmp_path):
         (lambda run: (run / "model.safetensors").unlink(), "has no model.safetensors; train one with"),
         (lambda run: (run / "model.safetensors").write_bytes(b"\x80\x04pickle"), "no complete safetensors file"),
         (lambda run: (run / "environment.json").write_text("{}"), "does not name an installed workload"),
+        (lambda run: (run / "environment.json").write_text('{"task": "a.py:task"}'), "such as a.py:task if you trust"),
     ],
-    ids=["no weights", "a pickle", "no task"],
+    ids=["no weights", "a pickle", "no task", "a task in a file"],
 )
 def test_damaged_run_is_one_line(change, message, digits_run, tmp_path):
     run = tmp_path / "run"

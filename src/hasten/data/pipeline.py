@@ -23,7 +23,6 @@ import torch
 
 from hasten.core.data import BatchSource, WorkerConfig
 from hasten.core.errors import ConfigurationError, HastenWarning
-from hasten.core.progress import ProgressCallback
 from hasten.data.array_source import SIGNED, Arrays, DeviceArrays
 from hasten.data.batch_builder import BatchBuilder, Map, is_builtin, wants_rng
 from hasten.data.sampler import DeterministicBatchSampler
@@ -122,9 +121,10 @@ class Pipeline:
         *,
         gigabytes: float | None = None,
         directory: str | Path | None = None,
-        on_progress: ProgressCallback | None = None,
     ) -> Pipeline:
         """Stores the samples after the maps so far, so that they are read and decoded once; filled at first iteration.
+
+        A ProgressWarning reports how far the cache is filled if that takes longer than three seconds.
 
         Args:
             where: "memory", for this pipeline; or "disk", for all processes and later runs. A cache on disk is found
@@ -133,8 +133,6 @@ class Pipeline:
                 data are refused before anything is stored. It does not limit the directory, where complete caches are
                 never deleted, nor the memory of reading, about 16 MB per worker.
             directory: Directory of the cache on disk; None: HASTEN_CACHE, or the user's cache directory.
-            on_progress: ``(what, fraction done, seconds left)`` called while the cache is filled; None: a HastenWarning
-                if that takes long.
 
         Raises:
             ConfigurationError: A map before it takes ``rng``, or its code cannot be hashed. At the first iteration:
@@ -146,7 +144,7 @@ class Pipeline:
 
         if self.batch_size is not None:
             raise ConfigurationError("cache() stores samples; call it before .batch()")
-        source = cached(self.source, self.sample_maps, where, gigabytes, directory, on_progress)
+        source = cached(self.source, self.sample_maps, where, gigabytes, directory)
         return self._restarted(source=source, sample_maps=())
 
     def prefetch(

@@ -10,19 +10,17 @@ from hasten.core.progress import ProgressCallback
 PROGRESS_INTERVAL_S, FIRST_PROGRESS_S = 30.0, 3.0
 
 
-def rate_reporter(
-    what: str, total: int, unit: str = "rows/s", size: float = 1, on_progress: ProgressCallback | None = None
-) -> Callable[[int], None]:
+def rate_reporter(what: str, total: int, unit: str = "rows/s", size: float = 1) -> Callable[[int], None]:
     """Returns ``report(done)``, which passes ``what`` with the mean rate (``done`` / ``size`` per second, in ``unit``),
-    the fraction of ``total`` that is done and the seconds left to ``on_progress``; None: a ProgressWarning.
+    the fraction of ``total`` that is done and the seconds left to ``progress_warner``.
     """
-    callback, start = on_progress or progress_warner(), perf_counter()
+    on_progress, start = progress_warner(), perf_counter()
 
     def report(done: int) -> None:
         if done:
             elapsed = max(perf_counter() - start, 1e-9)
             rate = f"{what}, {done / elapsed / size:,.0f} {unit}"
-            callback(rate, done / total, elapsed * (total - done) / done)
+            on_progress(rate, done / total, elapsed * (total - done) / done)
 
     return report
 

@@ -18,6 +18,8 @@ from typing import Any
 import numpy
 import torch
 
+from hasten.core.errors import ConfigurationError
+from hasten.data.validation import check_int
 from hasten.utils.rng import derive_seed, seeded_rng
 
 GOLDEN = numpy.uint64(0x9E3779B97F4A7C15)
@@ -49,7 +51,12 @@ class SampleRng:
         return self._shaped(fractions, shape)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        """Returns random int64 values in [low, high), shape (positions, *shape); ``high - low`` is at most 2**32."""
+        """Returns random int64 values in [low, high), shape (positions, *shape). ConfigurationError unless both are
+        integers and ``high - low`` is from 1 to 2**32.
+        """
+        low, high = check_int("integers(low)", low), check_int("integers(high)", high)
+        if not 0 < high - low <= 1 << 32:
+            raise ConfigurationError(f"integers(low, high) requires high - low from 1 to 2**32, not {low} and {high}")
         scaled = (self._bits(shape) >> numpy.uint64(32)) * numpy.uint64(high - low) >> numpy.uint64(32)
         return self._shaped(scaled.astype(numpy.int64) + low, shape)
 

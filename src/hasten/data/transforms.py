@@ -9,6 +9,7 @@ A crop does not pad images. Images lie one after the other in memory, so a crop 
 another start: one copy per image. Values that come from a neighboring row or image are then set to zero.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -20,6 +21,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.data.array_source import gathered, signed
 from hasten.data.buffer_pool import acquire
 from hasten.data.rng import SampleRng
+from hasten.data.validation import at_least
 from hasten.utils.batch import copy_to_device
 
 
@@ -43,8 +45,7 @@ def random_crop(padding: int, mirror: bool = False) -> Callable:
     Raises:
         ConfigurationError: ``padding`` is not an integer of at least 1.
     """
-    if not isinstance(padding, int) or padding < 1:
-        raise ConfigurationError(f"random_crop(padding) must be an integer of at least 1, in pixels, not {padding!r}")
+    at_least("random_crop(padding), in pixels,", padding, 1)
     return partial(_random_crop, padding=padding, mirror=mirror)
 
 
@@ -56,15 +57,17 @@ def normalize(mean: float | Sequence[float], std: float | Sequence[float]) -> Ca
         std: The same, above 0.
 
     Raises:
-        ConfigurationError: ``mean`` and ``std`` differ in length, or a ``std`` is not above 0. In the pipeline: the
-            images have another number of channels.
+        ConfigurationError: ``mean`` and ``std`` differ in length, a number is not finite, or a ``std`` is not above 0.
+            In the pipeline: the images have another number of channels.
     """
     means, stds = (tuple(numpy.atleast_1d(numpy.asarray(value, dtype=float)).tolist()) for value in (mean, std))
     if len(means) != len(stds):
         numbers = f"{len(means)} and {len(stds)}"
         raise ConfigurationError(f"normalize() requires as many values of mean as of std, not {numbers}")
-    if min(stds) <= 0:
-        raise ConfigurationError(f"normalize() divides by std, which must be above 0, not {min(stds):g}")
+    if not all(map(math.isfinite, means)):
+        raise ConfigurationError(f"normalize() requires finite numbers as mean, not {mean!r:.80}")
+    if not all(0 < value < math.inf for value in stds):
+        raise ConfigurationError(f"normalize() divides by std, which must be finite and above 0, not {std!r:.80}")
     return partial(_normalize, means=means, stds=stds)
 
 

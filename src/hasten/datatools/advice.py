@@ -9,14 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from secrets import token_hex
-from shutil import rmtree
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import ProgressCallback
-from hasten.data.cache.cache_disk import file_lock, remove_partial
 from hasten.data.io.metadata_cache import default_directory
 from hasten.data.source import BadRow
 from hasten.datatools.format_detection import FORMATS
@@ -125,21 +123,10 @@ def _try_format(sample: RowReader, to: str, directory: Path, seconds: float) -> 
 
 @contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """Context manager: a directory for samples, removed at its end; also removes those that killed processes left."""
+    """Context manager: a directory for samples, removed at its end."""
     base = default_directory() / "samples"
-    name = f"{os.getpid()}-{token_hex(4)}"
-    lock, directory = base / f"{name}.lock", base / f"{name}.making"
     with translate_disk_errors(base, DISK_ADVICE):
         base.mkdir(parents=True, exist_ok=True)
-        remove_partial(base)
-        lock.touch()
-    with file_lock(lock, f"waiting for {lock}"):
-        with translate_disk_errors(base, DISK_ADVICE):
-            directory.mkdir()
-        try:
-            yield directory
-        finally:
-            rmtree(directory, ignore_errors=True)
-            lock.unlink(missing_ok=True)
-            with suppress(OSError):
-                base.rmdir()  # another process may use it
+        directory = TemporaryDirectory(dir=base, ignore_cleanup_errors=True)
+    with directory as path:
+        yield Path(path)

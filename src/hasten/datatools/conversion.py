@@ -13,10 +13,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 
+import numpy
+
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.data.io.paths import plain
 from hasten.data.source import BadRow, BadRowPolicy
+from hasten.data.validation import at_least
 from hasten.datatools.format_detection import (
     MANIFEST,
     SKIPPED,
@@ -28,9 +31,9 @@ from hasten.datatools.format_detection import (
     select_openable,
 )
 from hasten.datatools.row_reader import RowReader
-from hasten.datatools.writers import PART, WRITERS, ReportRows, ShardPlan, Writer
+from hasten.datatools.writers import OWN_PART, WRITERS, ReportRows, ShardPlan, Writer
 from hasten.engine.error_messages import translate_disk_errors, writable
-from hasten.engine.run_dir import atomic_write
+from hasten.engine.run_dir import TEMPORARY, atomic_write
 
 FORMAT = 3  # version of the output: increase it with every change that changes the files
 PART_BYTES = 256_000_000  # of the original in one part, by default
@@ -89,6 +92,7 @@ def convert(
         RunError: The disk is full, a row cannot be read, or a part differs from what was written.
     """
     start = perf_counter()
+    fill = fill.item() if isinstance(fill, numpy.generic) else fill  # the manifest holds it as JSON
     (kind, files), *others = formats_at(path)
     _check_request(kind, to, target, fill, {"resize": resize, "shards": shards, "max_bad_rows": max_bad_rows})
     directory, is_directory = Path(plain(out)), Path(plain(path)).is_dir()
@@ -225,8 +229,7 @@ def _check_request(
     if kind.name == to == "webdataset" and counts["resize"] is None:
         raise ConfigurationError("the data are tar shards already; use --resize 256 to make the images smaller")
     for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigurationError(f"{name} must be an integer of at least 1, not {value!r}")
+        at_least(name, value, 1, optional=True)
     if to == "rows" and counts["shards"] not in (None, 1):
         raise ConfigurationError("--to rows writes one file per column, which is never split; remove --shards")
 
@@ -274,9 +277,9 @@ def _lock_and_load(handle: int, directory: Path, settings: dict) -> dict:
         raise ConfigurationError(message) from None
     manifest = load_manifest(str(directory))
     if not all(isinstance(manifest.get(name), kind) for name, kind in MANIFEST_TYPES.items()):  # none, or damaged
-        if any(not name.endswith(PART) for name in os.listdir(directory)):
+        # all that a conversion leaves if it is killed before its first manifest is complete
+        if set(os.listdir(directory)) - {f"{MANIFEST}{TEMPORARY}"}:
             raise ConfigurationError(f"{directory} is not empty and contains no conversion; choose another --out")
-        _remove_output(directory)
         manifest = {"settings": settings, "parts done": [], "skipped_rows": []}
     else:
         _check_same_settings(directory, manifest["settings"], settings)
@@ -302,7 +305,8 @@ def _save_manifest(directory: Path, manifest: dict) -> None:
 
 def _remove_output(directory: Path) -> None:
     """Removes the files that a conversion wrote to ``directory``, because it cannot be resumed."""
-    for path in (*directory.glob(f"*{PART}"), directory / MANIFEST, directory / SKIPPED):
+    parts = (path for path in directory.iterdir() if OWN_PART.fullmatch(path.name))
+    for path in (*parts, directory / MANIFEST, directory / SKIPPED):
         path.unlink(missing_ok=True)
 
 

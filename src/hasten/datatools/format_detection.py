@@ -18,7 +18,7 @@ from hasten.data.formats.tfrecord import SUFFIXES as TFRECORD_SUFFIXES
 from hasten.data.formats.tfrecord import tfrecord
 from hasten.data.formats.token_files import tokens
 from hasten.data.formats.webdataset import Shards
-from hasten.data.io.paths import FileMissingError, resolve_paths
+from hasten.data.io.paths import is_file_error, is_remote, resolve_paths
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
 
@@ -173,8 +173,8 @@ def _open_error(kind: StorageFormat, files: list[str]) -> str | None:
         lost = getattr(open_pipeline(kind, files).source, "lost", {})
     except ConfigurationError as error:
         # A wrong request for a readable table is not the fault of its file, and is reported when the table is read.
-        is_file_error = not kind.is_table or isinstance(error, FileMissingError) or not os.path.exists(files[0])
-        return str(error) if is_file_error or len(files) > 1 else None
+        is_lost = is_file_error(files[0], error) or not (is_remote(files[0]) or os.path.exists(files[0]))
+        return str(error) if is_lost or not kind.is_table or len(files) > 1 else None
     return next(iter(lost.values()), None)
 
 

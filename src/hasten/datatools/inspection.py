@@ -1,7 +1,8 @@
 """``hasten data inspect``: what is stored at a path, how fast it is read, and which format would be faster.
 
 Everything is measured on these data: some of them are read from the disk, decoded, copied into batches, stored in other
-formats and read back. No file is left behind; the page cache of the measured files is dropped once.
+formats and read back. No file is left behind unless the process is killed; the page cache of the measured files is
+dropped once.
 """
 
 import gzip
@@ -87,7 +88,8 @@ def inspect(
     counted = files[:: -(-len(files) // MAX_COUNTED)]
     size = round(sum(signature_or_reason(file, faults)[1] for file in counted) * len(files) / len(counted))
     with temporary_directory() as directory:
-        sample, sample_bytes = _sample_files(kind, files, directory)
+        originals, sample_bytes = _sample_files(kind, files, directory)
+        sample = [*originals]
         fraction = 1.0 if sample_bytes is None else sample_bytes / size
         where = plain(path) if kind.name == "images" and Path(plain(path)).is_dir() else sample
         fill = 0 if kind.is_table else None  # which numbers are missing does not change the speed
@@ -96,7 +98,7 @@ def inspect(
             if not reader.rows:
                 raise ConfigurationError(f"{path} holds no rows")
         except ConfigurationError as error:  # names the user's file, not the temporary one with its first lines
-            raise ConfigurationError(str(error).replace(sample[0], files[0])) from None
+            raise ConfigurationError(str(error).replace(sample[0], originals[sample[0]])) from None
         result = {
             "path": str(path),
             "kind": kind.name,
@@ -126,7 +128,7 @@ def inspect(
             result["classes"] = class_names(reader.source, files)
         except (BadRow, ConfigurationError) as error:
             rates |= dict.fromkeys(("decode", "copy", "batches"))
-            result["trouble"] = str(error).replace(sample[0], files[0])
+            result["trouble"] = str(error).replace(sample[0], originals[sample[0]])
         result["speed"] = {name: values and median(values) for name, values in rates.items()}
         repeated = {name: values for name, values in rates.items() if values and len(values) > 1}
         result["ranges"] = {name: [min(values), max(values)] for name, values in repeated.items()}
@@ -188,33 +190,35 @@ def _type_name(column: Any) -> str:
     return f"lists of {type(first).__name__}"
 
 
-def _sample_files(kind: StorageFormat, files: list[str], directory: Path) -> tuple[list[str], int | None]:
-    """(files to measure, bytes of the originals in them or None for all): not all if opening them takes long. The first
-    lines of a large CSV file may be written to a file in ``directory``.
+def _sample_files(kind: StorageFormat, files: list[str], directory: Path) -> tuple[dict[str, str], int | None]:
+    """({file to measure: the original}, bytes of the originals in them or None for all): not all if opening them takes
+    long. The first lines of a large CSV file may be written to a file in ``directory``.
     """
     if kind.has_index:
-        return files, None
-    sample, size = [], 0
+        return {file: file for file in files}, None
+    sizes, size = dict[str, int](), 0
     for file in files:
-        sample.append(file)
-        size += file_signature(file)[1]
+        sizes[file] = file_signature(file)[1]
+        size += sizes[file]
         if size > SAMPLED_BYTES:
             break
     if kind.name == "csv" and size > SAMPLED_CSV_BYTES:
-        head, size = _head(files[0], directory)
-        return [head], size
-    return sample, None if sample == files else size
+        largest = max(sizes, key=lambda file: sizes[file])  # the first one may hold nothing but a header
+        head, size = _head(largest, directory)
+        return {head: largest}, size
+    return {file: file for file in sizes}, None if len(sizes) == len(files) else size
 
 
 def _head(file: str, directory: Path) -> tuple[str, int]:
     """(path of a copy of the first lines, bytes that they take in the original); ConfigurationError if truncated."""
-    with open_file(file) as raw, gzip.open(raw) if file.endswith(".gz") else raw as content:
+    is_packed = file.lower().endswith(".gz")
+    with open_file(file) as raw, gzip.open(raw) if is_packed else raw as content:
         try:
             lines = content.read(SAMPLED_CSV_BYTES)
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigurationError(f"{file} is not a complete CSV file: {format_error(error)}") from None
         size = raw.tell()
-    path = directory / Path(file).name.removesuffix(".gz")
+    path = directory / (Path(file).stem if is_packed else Path(file).name)
     path.write_bytes(_complete_lines(lines))
     return str(path), size
 

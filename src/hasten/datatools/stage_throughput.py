@@ -69,6 +69,8 @@ def stage_rates(reader: RowReader, seconds: float) -> dict[str, Any]:
     size = min(max(reader.chunk // BATCHES_PER_CHUNK, MIN_BATCH), MAX_BATCH)
     if reader.kind.is_table:  # a batch is copied from decoded runs
         opening = 0.0 if reader.kind.has_index else opening
+        # without them, the first timed read would read a text target of all files
+        source.classes = reader.source.classes
         decode, run = _read_runs(read, source.chunk_offsets(), reader.rows, seconds, opening)
         copy, _ = _read_shuffled(read, run, size, COPY_SECONDS)
         return {"decode": decode, "copy": copy, "batches": 1 / (1 / decode + 1 / copy)}

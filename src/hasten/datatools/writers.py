@@ -31,6 +31,7 @@ from hasten.datatools.content_hash import ContentHash
 from hasten.datatools.row_reader import CHUNK, RowReader
 
 PART = ".part"
+OWN_PART = re.compile(rf"\d+-of-\d+\.\w+\{PART}|.+\.npy\{PART}")  # the names that the writers give to their parts
 ReportRows = Callable[[int], None]  # called with the number of rows written since the last call
 
 
@@ -200,12 +201,18 @@ def read_tfrecord(path: Path) -> ContentHash:
 
 
 def write_tar(path: Path, reader: RowReader, first: int, last: int, report: ReportRows) -> ContentHash:
-    """Writes rows [``first``, ``last``) as a tar file in WebDataset's layout; returns the hash of its content."""
-    digest = ContentHash()
+    """Writes rows [``first``, ``last``) as a tar file in WebDataset's layout; returns the hash of its content.
+    ConfigurationError if a sample has the same key as the one before it, perhaps the last one of another tar file.
+    """
+    digest, previous_key = ContentHash(), None
     with open(path, "wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for samples in reader.samples(first, last):
                 for key, files in samples:
+                    if key == previous_key:
+                        problem = f"two samples in succession have the key {key!r} and would become one"
+                        raise ConfigurationError(f"{problem}; rename the members of one of them")
+                    previous_key = key
                     for ending, content in files.items():
                         member = tarfile.TarInfo(f"{key}.{ending}")
                         member.size = len(content)

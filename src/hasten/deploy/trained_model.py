@@ -251,7 +251,8 @@ def _workload_of(directory: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         name = None
     if name not in workload_names():
-        raise ConfigurationError(f"the run in {directory} does not name an installed workload; add --task TASK")
+        hint = f", such as {name} if you trust that code" if isinstance(name, str) and ":" in name else ""
+        raise ConfigurationError(f"the run in {directory} does not name an installed workload; add --task TASK{hint}")
     return str(name)
 
 

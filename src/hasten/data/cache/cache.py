@@ -18,7 +18,6 @@ import numpy
 import torch
 
 from hasten.core.errors import ConfigurationError, RunError
-from hasten.core.progress import ProgressCallback
 from hasten.data.array_source import gathered, signed
 from hasten.data.batch_builder import CollateError, Map, collate_nested, is_builtin, lists_of, passthrough_paths
 from hasten.data.cache.cache_disk import CacheDirectory, free_disk, nesting_of
@@ -52,7 +51,6 @@ def cached(
     where: str,
     gigabytes: float | None,
     directory: str | Path | None,
-    on_progress: ProgressCallback | None,
 ) -> Cache:
     """Returns a cache of the source after its sample maps; arguments and errors are those of ``Pipeline.cache``."""
     if where not in ("memory", "disk"):
@@ -62,15 +60,11 @@ def cached(
         raise ConfigurationError("cache(directory=) is for a cache on disk; use .cache('disk', directory=...)")
     if directory is not None and not (isinstance(directory, (str, Path)) and str(directory)):
         raise ConfigurationError(f"cache(directory=) is the path of a directory, not {directory!r:.80}")
-    if on_progress is not None and not callable(on_progress):
-        raise ConfigurationError(
-            f"cache(on_progress=) is a function (what, done, seconds left), not {on_progress!r:.80}"
-        )
     mapped_source = Mapped(source, maps) if maps else source
     if where == "memory":
-        return MemoryCache(mapped_source, gigabytes, on_progress)
+        return MemoryCache(mapped_source, gigabytes)
     place = Path(plain(directory)) if directory else default_directory()
-    return DiskCache(mapped_source, gigabytes, on_progress, place)
+    return DiskCache(mapped_source, gigabytes, place)
 
 
 class Mapped(WrappedSource):
@@ -117,9 +111,9 @@ class Cache(WrappedSource):
     has changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
     """
 
-    def __init__(self, source: Source, gigabytes: float | None, on_progress: ProgressCallback | None):
+    def __init__(self, source: Source, gigabytes: float | None):
         super().__init__(source)
-        self.gigabytes, self.on_progress = gigabytes, on_progress  # as in ``Pipeline.cache``
+        self.gigabytes = gigabytes  # as in ``Pipeline.cache``
         self.identity: str | None = None  # identity of the source that the cache was filled from
         self.columns: Any = None  # the columns of all rows; None until the cache is filled
         self.lists: list[int] = []  # indices of the columns that are returned as lists of rows
@@ -166,7 +160,7 @@ class Cache(WrappedSource):
         dtype of a row differs from the first rows.
         """
         size, rows = max(1, CHUNK // max(1, bytes_of(like, 1))), len(self)
-        report = rate_reporter(what, rows, on_progress=self.on_progress)
+        report = rate_reporter(what, rows)
 
         def make(index: int) -> tuple[Any, list[BadRow]]:
             chunk = numpy.arange(index * size, min((index + 1) * size, rows))
@@ -212,8 +206,8 @@ class MemoryCache(Cache):
 class DiskCache(Cache):
     """A cache on disk: one memory-mapped, row-major file per column, whose pages all processes share."""
 
-    def __init__(self, source: Source, gigabytes: float | None, on_progress: ProgressCallback | None, directory: Path):
-        super().__init__(source, gigabytes, on_progress)
+    def __init__(self, source: Source, gigabytes: float | None, directory: Path):
+        super().__init__(source, gigabytes)
         self.directory = directory
 
     def fill(self, identity: str, runner: Callable, faults: BadRowPolicy) -> tuple[Any, list[int], dict]:

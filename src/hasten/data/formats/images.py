@@ -4,6 +4,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
@@ -16,7 +17,7 @@ from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.io.file_list import FileList, file_list_of, list_directory
 from hasten.data.io.paths import file_signature, is_file_error, is_remote, open_file, plain, resolve_paths
-from hasten.data.io.remote import fetch_ranges
+from hasten.data.io.remote import MAX_REQUESTS, fetch_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
 
@@ -85,11 +86,14 @@ class Images(Source):
 
     def fingerprint(self) -> dict:
         digest = hashlib.blake2b(digest_size=16)
-        for row in range(len(self.files)):
-            signature = _signature(self.files.path(row))
-            digest.update(repr(signature).encode())
-            times = signature[-1] if isinstance(signature[-1], list) else None  # of a local file that exists
-            self._versions[row] = _version(signature[1], times[0]) if times else 0  # read checks against this version
+        paths = map(self.files.path, range(len(self.files)))
+        with ThreadPoolExecutor(MAX_REQUESTS) as pool:  # a remote signature takes a round trip
+            signatures = (pool.map if is_remote(self.files.path(0)) else map)(_signature, paths)
+            for row, signature in enumerate(signatures):
+                digest.update(repr(signature).encode())
+                times = signature[-1] if isinstance(signature[-1], list) else None  # of a local file that exists
+                # read checks against this version
+                self._versions[row] = _version(signature[1], times[0]) if times else 0
         labels = None if self.labels is None else hashlib.blake2b(self.labels.numpy().data, digest_size=16).hexdigest()
         return {"images": digest.hexdigest(), "labels": labels, **decoder_fingerprint(self.size, self.pixels)}
 

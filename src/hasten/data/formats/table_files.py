@@ -172,7 +172,7 @@ class Csv:
     def _read(self, path: str, reading: dict, parsing: dict) -> Any:
         from pyarrow.csv import ParseOptions, ReadOptions, read_csv
 
-        delimiter = self.settings["delimiter"] or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
+        delimiter = self.settings["delimiter"] or ("\t" if path.lower().removesuffix(".gz").endswith(".tsv") else ",")
         read_options = ReadOptions(column_names=self.settings["header"], **reading)
         with _decompressed(path) as file:
             table = read_csv(file, read_options, ParseOptions(delimiter=delimiter, **parsing))
@@ -225,7 +225,7 @@ def _decompressed(path: str) -> Any:
     import pyarrow as pa
 
     file = opened_arrow(path)
-    return pa.CompressedInputStream(file, "gzip") if path.endswith(".gz") else file
+    return pa.CompressedInputStream(file, "gzip") if path.lower().endswith(".gz") else file
 
 
 def _check_utf8(path: str) -> None:

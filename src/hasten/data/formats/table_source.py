@@ -174,7 +174,9 @@ class Table(Source):
         self._refuse_bad(self._offsets[chunk : chunk + 1])
         columns = self._decode(chunk, self._layout.names)
         table = columns if isinstance(columns, pyarrow.Table) else pyarrow.Table.from_batches([columns])
-        return table.select(self._layout.names).cast(pyarrow.schema(list(self._layout.types.items())))
+        schema = pyarrow.schema(list(self._layout.types.items()))
+        # integers of a CSV file that are fractions in another one are rounded, as in a batch
+        return table.select(self._layout.names).cast(schema, safe=not self._guessed_types)
 
     # ---- a table that fits into the memory budget
 

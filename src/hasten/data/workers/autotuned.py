@@ -95,7 +95,7 @@ class AutotunedRunner:
     def _choose_location(self, source: Source, maps: tuple[Map, ...], faults: BadRowPolicy) -> str:
         """Returns "memory", or "disk" if the samples do not fit into the memory budget."""
         try:
-            first, _ = read_first(cached(source, maps, "memory", None, None, None), faults)
+            first, _ = read_first(cached(source, maps, "memory", None, None), faults)
         except (ConfigurationError, RunError):
             return "memory"  # neither works; filling the cache reports the reason
         return "memory" if bytes_of(first, len(source)) <= self.autotuner.memory_budget() else "disk"
@@ -105,7 +105,7 @@ class AutotunedRunner:
         try:
             cache = self.active_cache.get("source")
             if cache is None:
-                cache = cached(source, maps, where, self._gigabytes(where), None, None)
+                cache = cached(source, maps, where, self._gigabytes(where), None)
                 if not is_repeatable(source, maps):
                     raise ConfigurationError("the samples are random or cannot be read: two reads do not give the same")
             cache.prepare(self.bulk_runner(), faults)
