@@ -317,14 +317,27 @@ def test_module_call_can_be_set_and_is_dropped_by_copies():
     assert calls == [1]
 
 
-def test_patch_module_call_reaches_every_module():
-    calls = []
-    original = compat.patch_module_call(lambda module, *inputs: calls.append(type(module)) or original(module, *inputs))
+def test_calls_of_all_modules_can_be_intercepted():
+    def call(module, *inputs):
+        calls.append(type(module))
+        compat.intercept_module_calls(None)
+        try:
+            return compat.get_module_call(module)(*inputs)
+        finally:
+            compat.intercept_module_calls(call)
+
+    calls, own, compiled = [], nn.Module.__call__, nn.Linear(2, 2)
+    compat.intercept_module_calls(call)
     try:
-        nn.Sequential(nn.Linear(2, 2))(torch.zeros(1, 2))
+        compiled.compile(backend="eager")
+        assert nn.Module.__call__ is own
+        for module in (nn.Sequential(nn.Linear(2, 2)), compiled):
+            module(torch.zeros(1, 2))
     finally:
-        assert compat.patch_module_call(original) is not original
+        compat.intercept_module_calls(None)
+    compiled(torch.zeros(1, 2))
     assert calls == [nn.Sequential, nn.Linear]
+    assert compat.get_module_call(compiled) != compiled._call_impl, "what Module.compile() has set is still there"
 
 
 def test_iterators_of_loaders_can_be_watched_and_replaced():

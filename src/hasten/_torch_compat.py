@@ -13,6 +13,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -333,9 +334,14 @@ def set_allocator_settings(settings: str) -> None:
 # ── a training loop that is not ours ─────────────────────────────────────────────────────────────
 
 
+def get_set_module_call(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that ``Module.compile()`` or ``set_module_call`` has set; None without one."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
 def get_module_call(module: nn.Module) -> Callable[..., Any]:
     """What ``module(...)`` calls: the function that ``Module.compile()`` or ``set_module_call`` set, else torch's."""
-    return module._compiled_call_impl or module._call_impl
+    return get_set_module_call(module) or module._call_impl
 
 
 def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -347,11 +353,26 @@ def set_module_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     module.__dict__["_compiled_call_impl"] = call
 
 
-def patch_module_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``nn.Module.__call__`` for all modules of this process; returns the original function."""
-    original = nn.Module.__call__
-    nn.Module.__call__ = call
-    return original
+class _CallSlot:
+    """Stands for ``nn.Module._compiled_call_impl`` of all modules, also of those with a slot of their own."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self.call = call
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        # not in what Dynamo traces, such as a compiled function of the script that calls a model
+        return None if module is None or torch.compiler.is_compiling() else partial(self.call, module)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__["_compiled_call_impl"] = value
+
+
+def intercept_module_calls(call: Callable[..., Any] | None) -> None:
+    """Makes ``module(...)`` of every module in this process call ``call(module, ...)``; None ends that.
+
+    ``nn.Module.__call__`` stays as it is: ``torch.compile(module)``, Dynamo and torch.fx keep what they find there.
+    """
+    nn.Module._compiled_call_impl = None if call is None else _CallSlot(call)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def patch_next_batch(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

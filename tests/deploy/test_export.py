@@ -128,7 +128,7 @@ def test_operation_without_onnx_is_named(tmp_path):
 
 def test_run_of_a_users_file_needs_the_task(tmp_path):
     run = train_run(sentences(), tmp_path / "run")
-    with pytest.raises(ConfigurationError, match="does not name an installed workload; add --task TASK$"):
+    with pytest.raises(ConfigurationError, match=r"does not name an installed workload; add --task TASK$"):
         export_model(run)
 
 

@@ -1,5 +1,6 @@
 """Scripts that resume from a checkpoint start at step 0 in every trial; the user's checkpoint stays as it is."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -141,3 +142,32 @@ def test_checkpoint_that_no_sandbox_covers_is_refused_and_stays(tmp_path, monkey
     with pytest.warns(HastenWarning), pytest.raises(ConfigurationError, match=r"last\.pt, which cannot be hidden from"):
         watch_script(script(project, text))
     assert outside.read_bytes() == before
+
+
+TRAINER = """
+import os, torch
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x) - labels).square().mean()}
+last = get_last_checkpoint("out") if os.path.isdir("out") else None
+options = dict(save_steps=2, max_steps=6, report_to="none", use_cpu=True, disable_tqdm=True)
+data = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 64
+Trainer(Model(), TrainingArguments("out", **options), train_dataset=data).train(resume_from_checkpoint=last)
+"""
+
+
+def test_all_checkpoints_beside_the_one_that_transformers_resumes_from_are_hidden_at_once(tmp_path):
+    pytest.importorskip("transformers")
+    ref = script(tmp_path, TRAINER)
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True)
+    names = ", ".join(f"{tmp_path}/out/checkpoint-{step}" for step in (2, 4, 6))
+    with pytest.warns(HastenWarning) as caught, ScriptProcess(ref, {}) as process:
+        assert process.wait_until_trained(120.0, None)["steps"] == 1
+        assert process.ask("train", 120.0, None, count=100)["steps"] == 6
+    messages = [str(one.message) for one in caught if "resumes from" in str(one.message)]
+    assert messages == [f"train resumes from {names}; its trials start without, at step 0"]

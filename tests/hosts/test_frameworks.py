@@ -212,3 +212,34 @@ def test_arguments_that_transformers_parses_can_be_varied(tmp_path):
     assert known_sites(ref)["framework_arguments"] == []
     other = {"script_arguments": {"learning_rate": 1e-4, "num_train_epochs": 1.0}}
     assert ScriptTrial(ref, methods=other, device="cpu", seed=0).run()["steps"] == 128
+
+
+LATER_METRICS = {  # script -> (text in it, its replacement), so that the last report lacks the monitored metric
+    "keras_dense": (
+        "verbose=2)",
+        "verbose=2, validation_freq=2, callbacks=[keras.callbacks.EarlyStopping('val_accuracy', patience=9)])",
+    ),
+    "transformers_classifier": (
+        "trainer.train()",
+        "trainer.train()\n    trainer.evaluate(Sentences(64, 3), metric_key_prefix='test')",
+    ),
+    "lightning_manual": (
+        "trainer.fit(Autoencoder(), train, val)",
+        "trainer.callbacks.append(pl.callbacks.EarlyStopping('val_mse', patience=9))\n"
+        "trainer.fit(model := Autoencoder(), train, val)\n"
+        "pl.Trainer(accelerator='cpu', logger=False, enable_checkpointing=False).validate(model, val)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER_METRICS)
+def test_metric_that_a_framework_monitors_outlasts_reports_without_it(name, tmp_path):
+    needs(name)
+    (tmp_path / "train.py").write_text((SCRIPTS / f"{name}.py").read_text().replace(*LATER_METRICS[name]))
+    epochs = "3" if name == "keras_dense" else "1"
+    ref = ScriptRef.of_command([sys.executable, "train.py", epochs], directory=str(tmp_path))
+    with ScriptProcess(ref, {}) as process:
+        process.wait_until_trained(300.0, None)
+        assert process.ask("train", 300.0, None, count=10_000)["ended"]
+        monitor = process.ask("describe", 60.0, None)["monitor"]
+    assert monitor == list(RUNS[name][2:4])

@@ -30,6 +30,10 @@ STAND_INS = {  # re-export their functions as the real packages do
     "wandb/sdk/wandb_run.py": "class Run:\n    def log(self, data): ...\n",
     "wandb/sdk/wandb_init.py": "def init(project=None, mode=None, settings=None):\n    return mode\n",
 }
+WITHOUT_SESSION = """
+import sys, types
+sys.modules["hasten.hosts.inside.session"] = types.SimpleNamespace(start=lambda *_: None)
+"""
 SERVER = "http://mlflow.example.invalid"
 
 
@@ -42,7 +46,7 @@ def write_stand_ins(directory: Path, **others: str) -> None:
 @pytest.fixture
 def run(tmp_path):
     """Runs code in a process that the session's directory says is one of a trial or of a real training."""
-    write_stand_ins(tmp_path, **{"torch.py": ""})  # no session begins with it
+    write_stand_ins(tmp_path, **{"torch.py": WITHOUT_SESSION})  # the session of a trial needs the real one
     (session := tmp_path / "session").mkdir()
 
     def run_code(code: str, mode: str = "trial", **variables: str) -> list[str]:

@@ -1,5 +1,6 @@
 """The injected sitecustomize: inert without torch, chained to the user's own, and silent whatever goes wrong."""
 
+import json
 import os
 import subprocess
 import sys
@@ -66,3 +67,12 @@ def test_cost_before_torch_is_at_most_10_ms(tmp_path):
         return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / 10
 
     assert min(seconds(HASTEN_HOST=str(tmp_path)) for _ in range(3)) - min(seconds() for _ in range(3)) < 0.010
+
+
+def test_session_of_a_trial_that_cannot_begin_ends_it(tmp_path):
+    (tmp_path / "torch.py").write_text("value = 3\n")
+    (tmp_path / "spec.json").write_text('{"mode": "trial"}')
+    output = run("import torch; print(torch.value)", tmp_path, HASTEN_HOST=str(tmp_path))
+    assert output.returncode == 2 and output.stdout == output.stderr == "" and not (tmp_path / "error").exists()
+    failure = json.loads((tmp_path / "failure").read_text())
+    assert failure["refused"] and failure["text"].startswith("hasten cannot run in the Python of the script (")

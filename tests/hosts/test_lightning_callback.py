@@ -15,7 +15,8 @@ def test_metric_that_lightning_reduces_over_an_epoch_of_training_is_not_held_out
     fake = SimpleNamespace(Trainer=type("Trainer", (FakeTrainer,), {"__init__": FakeTrainer.__init__}), Callback=object)
     models = SimpleNamespace(begin_evaluation=lambda: None, end_evaluation=lambda now: None)
     logged = []
-    loop = SimpleNamespace(models=models, take=lambda *_: {}, report=lambda name, value: logged.append((name, value)))
+    loop = SimpleNamespace(models=models, monitor=None, take=lambda *_: {})
+    loop.report = lambda name, value: logged.append((name, value))
     lightning.watch(fake, loop)  # pyright: ignore[reportArgumentType]
     trainer = fake.Trainer()
     (callback,) = trainer.callbacks

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import warnings
+from functools import partial
 from itertools import islice
 from weakref import ref
 
@@ -17,6 +18,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_methods
 from hasten.hosts.inside.composition import Composition
 from hasten.hosts.inside.loaders import LoaderSeam
+from hasten.hosts.inside.replace import replaces
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.batch import map_tensors
 from hasten.utils.phase_timer import PhaseTimer
@@ -59,15 +61,60 @@ def made_longer(dataset):
 
 @pytest.fixture
 def under(monkeypatch, tmp_path):
-    """Function ``(recipe) -> seam`` that puts the DataLoaders of this process under methods, as those of a script."""
+    """Function ``(recipe) -> seam`` that puts the DataLoaders of this process under methods, as those of a script.
+
+    The loaders are for training, as if the script had named them; with ``roles``, as these and backward passes tell.
+    """
     for owner, name in ((DataLoader, "__init__"), (DataLoader, "_get_iterator"), (_BaseDataLoaderIter, "__next__")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # the seam replaces them; the test puts them back
 
-    def make(recipe: str, steps: int | None = None) -> LoaderSeam:
+    def make(recipe: str, steps: int | None = None, roles: dict[str, str] | None = None) -> LoaderSeam:
         composition = Composition(make_methods(Recipe.coerce(recipe)), "cpu", 0, True, "train.py", steps)
-        return LoaderSeam(Sites(str(tmp_path)), PhaseTimer(torch.device("cpu")), composition.source_of)
+        seam = LoaderSeam(Sites(str(tmp_path)), PhaseTimer(torch.device("cpu")), composition.source_of, roles)
+        if roles is None:
+            replaces(DataLoader, "__init__")(partial(named, seam))
+        return seam
+
+    def named(seam, original, loader, *args, **kwargs):
+        original(loader, *args, **kwargs)
+        if seam.sites.of(loader):
+            seam.attach(loader)
 
     return make
+
+
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.multiprocess)])
+def test_loader_that_no_run_has_seen_is_one_for_training_after_a_backward_pass(under, persistent):
+    """Before, its batches might be kept by an evaluation: those of training are overwritten by later ones."""
+    seam = under("in_memory_batches", roles={})
+    options = {"num_workers": 1, "persistent_workers": True} if persistent else {}
+    loader = DataLoader(Shifted(), batch_size=4, **options)
+    kept = list(loader)
+    assert bitwise_equal([batch[1] for batch in kept], [torch.arange(4)] * 10)
+    next(iter(loader))
+    assert not vars(loader)["_hasten_source"].training
+    seam.on_backward()
+    before = vars(loader)["_hasten_source"]
+    next(iter(loader))
+    assert vars(loader)["_hasten_source"] is before and before.training
+
+
+def test_loader_at_a_new_site_has_the_role_of_its_line(under):
+    def made(count):
+        return [DataLoader(Shifted(), batch_size=4) for _ in range(count)]  # the line of all
+
+    line = f"{__file__}:{made.__code__.co_firstlineno + 1}"
+    for known, training in ({"#1": "training"}, True), ({"#1": "training", "#2": "evaluation"}, False):
+        under("in_memory_batches", roles={line + number: role for number, role in known.items()})
+        last = made(3)[-1]
+        next(iter(last))
+        assert vars(last)["_hasten_source"].training is training
+
+
+def test_backward_pass_after_an_evaluation_is_not_that_of_its_loader(under):
+    seam = under("in_memory_batches", roles={})
+    list(DataLoader(Shifted(), batch_size=4))
+    assert seam.last is None
 
 
 def copied(batch):

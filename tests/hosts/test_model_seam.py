@@ -1,13 +1,18 @@
 """The model seam tells evaluations from training, also where a model is trained, or only asked, in eval mode."""
 
 import os
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from hasten import Card, Exactness, ForwardFn, Method, RunContext
+from hasten._torch_compat import get_set_module_call
 from hasten.hosts.inside import models as seam_of_models
+from hasten.hosts.inside.composition import Composition
 from hasten.hosts.inside.models import ModelSeam
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.phase_timer import PhaseTimer
@@ -80,3 +85,78 @@ def test_marks_of_evaluations_without_output_do_not_pile_up(seam):
     evaluate(seam, model)
     assert len(seam.evaluations) == 7
     assert [mark[2] for mark in seam.marks] == [0, 13, 13, 26]
+
+
+class PerceptualLoss(nn.Linear):
+    """A network in eval mode that the loss asks; its weights have gradients, though none updates them."""
+
+
+def test_network_of_a_loss_in_eval_mode_leaves_the_evaluations_of_the_model(seam):
+    model, judge = nn.Linear(3, 2), PerceptualLoss(2, 1).eval()
+    for _ in range(3):
+        backward(seam, judge(model(X)).sum())
+    model.eval()
+    with torch.no_grad():
+        for _ in range(3):
+            judge(model(X))
+        assert seam.began is not None, "the loss of a batch does not end the evaluation"
+    backward(seam, judge(model.train()(X)).sum())
+    assert [step for step, _ in seam.evaluations] == [3] and not seam.trains_in_eval_mode
+
+
+def test_model_that_contains_one_of_an_earlier_call_takes_its_place(seam):
+    backbone = nn.Linear(3, 2)
+    with torch.no_grad():
+        backbone(X)
+    model = nn.Sequential(backbone, nn.Linear(2, 1))
+    backward(seam, model(X).sum())
+    assert seam.roots == [model] and [entry["type"] for entry in seam.sites.records["models"]] == ["Sequential"]
+    assert get_set_module_call(backbone) is None and get_set_module_call(model) is not None
+
+
+def test_module_that_was_trained_before_its_framework_adopts_it_is_under_methods(seam):
+    class LightningLike(nn.Linear):
+        def training_step(self, batch):
+            return self(batch).sum()
+
+    module = LightningLike(3, 2)
+    module.forward(X).sum().backward()  # a search for a learning rate, in which the callback has no part
+    seam.find_uncalled()
+
+    def doubled(root, call_of_root):
+        call = call_of_root()
+        return lambda batch: 2 * call(batch)
+
+    seam.wrap = doubled
+    plain = module.training_step(X)
+    seam.adopt(module, "training_step")
+    assert torch.equal(module.training_step(X), 2 * plain)
+    record = seam.sites.of(module)
+    assert sum(root is module for root in seam.roots) == 1 and record is not None and record["called"]
+
+
+@dataclass(frozen=True)
+class NotesDevice(Method):
+    """Notes the devices for which its hooks are asked."""
+
+    card = Card(summary="note devices", exactness=Exactness.BIT_EXACT, source="", gain_when="never")
+    devices: ClassVar[list[tuple[str, str]]] = []
+
+    def model(self, model: nn.Module, run: RunContext) -> nn.Module:
+        self.devices.append(("model", run.device.type))
+        return model
+
+    def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
+        self.devices.append(("forward", run.device.type))
+        return forward
+
+
+def test_methods_act_on_the_device_to_which_the_script_moves_its_model_after_a_first_call(seam):
+    composition = Composition([NotesDevice()], "cpu", 0, True, "train.py")
+    seam.wrap = composition.wrap_call
+    model = nn.Linear(3, 2)
+    model(X)
+    model.to("meta")
+    for _ in range(2):
+        model(X.to("meta"))
+    assert NotesDevice.devices == [("model", "cpu"), ("forward", "cpu"), ("forward", "meta")]

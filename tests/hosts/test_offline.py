@@ -84,3 +84,28 @@ print(huggingface_hub.create_commit("me/model", [], commit_message="epoch 3").co
 """
     url = f"http://127.0.0.1:9/me/model/commit/{'0' * 40}"
     assert run(tmp_path, text).splitlines() == ["offline/model dataset", "000", url, "epoch 3"]
+
+
+def test_swanlab_asked_to_be_online_stays_offline(tmp_path):
+    pytest.importorskip("swanlab")
+    text = """
+import swanlab
+run = swanlab.init(project="p", mode="online", log_dir="here")
+swanlab.log({"loss": 1.0})
+swanlab.finish()
+"""
+    run(tmp_path, text)
+    assert list(tmp_path.glob("here/*"))
+
+
+def test_comet_experiment_uploads_nothing(tmp_path):
+    pytest.importorskip("comet_ml")
+    text = """
+import comet_ml
+experiment = comet_ml.Experiment("no-key", project_name="p")
+experiment.log_metric("loss", 1.0)
+print(experiment.disabled)
+started = comet_ml.start(api_key="no-key", project_name="p", online=True)
+print(getattr(started, "disabled", None))
+"""
+    assert run(tmp_path, text).splitlines()[-2:] == ["True", "True"]

@@ -1,5 +1,6 @@
 """How a script ends: stopped early, killed, with processes in groups of their own."""
 
+import socket
 import sys
 import time
 from pathlib import Path
@@ -192,3 +193,106 @@ def test_script_that_writes_much_before_its_first_step_gets_a_warning(tmp_path):
     ref = command(tmp_path, text.rpartition("print(")[0])
     with pytest.warns(HastenWarning, match="wrote 60 MB before its first step, as for a download.*run the script by"):
         watch_script(ref)
+
+
+def test_plots_of_a_trial_open_no_window(tmp_path, monkeypatch):
+    """``plt.show()`` would wait until somebody closes it."""
+    monkeypatch.setenv("MPLBACKEND", "TkAgg")
+    ref = written(tmp_path, 3, second="print('backend', os.environ['MPLBACKEND'], flush=True)")
+    with ScriptProcess(ref, {}) as process:
+        process.wait_until_trained(120.0, None)
+        assert "backend Agg\n" in process.output()
+
+
+@pytest.mark.parametrize("after", ["", "; sleep 600"], ids=["ends", "continues"])
+def test_session_that_cannot_begin_ends_the_trial_with_the_reason(after, tmp_path):
+    """As with another version of torch than hasten needs."""
+    (tmp_path / "torch.py").write_text("__version__ = '1.4'\n")
+    (tmp_path / "train.py").write_text("import time, torch\ntime.sleep(600)\n")
+    argv = ["bash", "-c", f"{sys.executable} train.py{after}"]
+    ref = ScriptRef.of_command(argv, directory=str(tmp_path))
+    reason = rf"^hasten cannot run in the Python of the script \({sys.executable}\): .*Error: .*; install hasten there$"
+    with ScriptProcess(ref, {}) as run, pytest.raises(ConfigurationError, match=reason):
+        run.wait_until_trained(10.0 if after else 60.0, None)
+
+
+def test_port_that_another_trial_has_is_explained(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        first = f"""
+import torch.distributed
+address = "tcp://127.0.0.1:{taken.getsockname()[1]}"
+torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+"""
+        ref, why = written(tmp_path, 3, first), "^train needs a port that is taken: .* as by MASTER_PORT=0"
+        with ScriptProcess(ref, {"flush_denormals": {}}) as run, pytest.raises(ConfigurationError, match=why):
+            run.wait_until_trained(120.0, None)
+
+
+LONG_STEP = """
+import torch
+x = torch.full((4,), 2.0, dtype=torch.float64, requires_grad=True)
+adam = torch.optim.Adam([x], lr=0.01)
+lbfgs = torch.optim.LBFGS([x], lr=0.01, max_iter=600, tolerance_grad=0.0, tolerance_change=0.0)
+calls = 0
+def closure():
+    global calls
+    calls += 1
+    lbfgs.zero_grad()
+    loss = (x**4).sum()
+    loss.backward()
+    return loss
+for step in range(5):
+    closure()
+    adam.step()
+calls = 0
+for repeat in range(2):
+    lbfgs.step(closure)
+for step in range(3):
+    closure()
+    adam.step()
+print(calls, "calls")
+"""
+
+
+def test_backward_passes_of_a_long_step_are_steps(tmp_path):
+    """As for physics-informed networks: first Adam, then one call of LBFGS."""
+    with ScriptProcess(command(tmp_path, LONG_STEP), {}) as process:
+        process.wait_until_trained(120.0, None)
+        assert process.ask("train", 60.0, None, count=300)["count"] == 300
+        answer = process.ask("train", 60.0, None, count=10_000)
+        calls = int(process.output().split(" calls")[0])
+    assert calls == 1203 and answer["ended"] and answer["steps"] == 5 + calls - 255
+
+
+SAM = """
+class SAM(torch.optim.Optimizer):
+    def step(self, closure):
+        loss = closure()
+        with torch.no_grad():
+            moves = [0.1 * p.grad for p in self.param_groups[0]["params"]]
+            for p, move in zip(self.param_groups[0]["params"], moves): p += move
+        closure()
+        with torch.no_grad():
+            for p, move in zip(self.param_groups[0]["params"], moves): p -= move + 0.01 * p.grad
+        return loss
+optimizer = SAM(model.parameters(), {})
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(1, 2)).square().sum()
+    loss.backward()
+    return loss
+"""
+
+
+def test_methods_on_gradients_refuse_a_closure_that_may_be_called_at_other_weights(tmp_path):
+    ref = written(tmp_path, 20, second=SAM)
+    text = (tmp_path / "train.py").read_text()
+    loop = text[text.index("    model(torch.ones(1, 2)).sum()") : text.index("    time.sleep")]
+    (tmp_path / "train.py").write_text(text.replace(loop, "    optimizer.step(closure)\n").rpartition("print(")[0])
+    assert watch_script(ref)["total_steps"] == 20
+    methods = {"gradient_clipping": {"max_norm": 1.0}}
+    why = r"^SAM\.step\(closure\) can compute gradients at other weights: leave out methods that change gradients$"
+    with ScriptProcess(ref, methods) as run, pytest.raises(ConfigurationError, match=why):
+        run.wait_until_trained(120.0, None)

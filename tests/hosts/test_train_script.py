@@ -1,5 +1,7 @@
 """``hasten train -- COMMAND``: the command for real, whatever it does besides the training that the recipe is for."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -227,3 +229,46 @@ def test_second_model_that_comes_later_is_not_updated_with_a_scaled_loss(tmp_pat
     output = capfd.readouterr()
     assert output.out == "True\n"
     assert "train.py trains several models, such as Linear, and" in output.err and output.err.count("\n") == 1
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+seen = []
+signal.signal(signal.SIGINT, lambda *_: seen.append(time.monotonic()))
+print("ready", flush=True)
+if sys.argv[1:]:
+    os.kill(os.getppid(), signal.SIGINT)
+until = time.monotonic() + 10
+while time.monotonic() < until and not (seen and time.monotonic() > seen[0] + 0.3):
+    time.sleep(0.01)
+exit(len(seen))
+"""
+TRAINS = """
+import sys
+from hasten.core.recipe import Recipe
+from hasten.hosts.launch import train_script
+from hasten.hosts.script_ref import ScriptRef
+script = ScriptRef.of_command([sys.executable, "train.py", *sys.argv[1:]])
+sys.exit(train_script(script, Recipe.coerce("baseline"), "cpu", None))
+"""
+
+
+def test_interrupt_that_only_hasten_gets_reaches_the_script(tmp_path):
+    """As from ``kill -INT`` or a supervisor: there is no terminal that sends it to both."""
+    (tmp_path / "train.py").write_text(INTERRUPTED)
+    command = [sys.executable, "-c", TRAINS, "by itself"]
+    assert subprocess.run(command, cwd=tmp_path, start_new_session=True, timeout=60).returncode == 1
+
+
+def test_interrupt_from_a_terminal_reaches_the_script_once(tmp_path):
+    (tmp_path / "train.py").write_text(INTERRUPTED)
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-c", TRAINS])
+    output = b""
+    while b"ready" not in output:
+        output += os.read(terminal, 1024)
+    os.write(terminal, b"\x03")  # Ctrl-C
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    os.close(terminal)

@@ -13,6 +13,7 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.hosts.inside.answers import expected_steps
+from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import ScriptDescription, ScriptTrial, _varied
 from hasten.tuning.budget import Budget
@@ -205,3 +206,34 @@ def test_number_that_does_not_reach_the_script_has_no_effect(tmp_path):
 )
 def test_length_of_the_training_is_that_of_the_argument_with_the_plainest_name(arguments, steps):
     assert expected_steps(arguments, [range(4)], 1) == steps
+
+
+TWO_PASSES = """
+import argparse, torch
+from torch.utils.data import DataLoader
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+epochs = parser.parse_args().epochs
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(torch.ones(64, 2), batch_size=4)
+for epoch in range(epochs):
+    for index, batch in enumerate(loader):
+        for _ in range({passes}):
+            model(batch).sum().backward()
+        if index % {batches} == {batches} - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("passes", "batches"), [(2, 1), (1, 2)], ids=["of one batch", "accumulation"])
+def test_length_of_the_training_counts_batches_and_not_backward_passes(passes, batches, tmp_path):
+    (tmp_path / "train.py").write_text(TWO_PASSES.format(passes=passes, batches=batches))
+    ref = ScriptRef.of_command([sys.executable, "train.py"], directory=str(tmp_path))
+    with ScriptProcess(ref, {}) as process:
+        process.wait_until_trained(60.0, None)
+        described = process.ask("describe", 60.0)
+    assert described["expected_steps"] == 3 * 16 // batches and described["samples_per_step"] == 4 * batches

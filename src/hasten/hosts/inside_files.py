@@ -11,4 +11,4 @@ CHECKED = "checked"  # exists once a process of a training for real has met all 
 RIVAL = "rival"  # with the id of another process that trains
 FAILURE = "failure"  # why the session ended the script
 RESUMED = "resumed"  # paths of the checkpoints from which the script resumes, a JSON list
-ERROR = "error"  # why the session could not begin
+ERROR = "error"  # why the session could not begin, in a training for real

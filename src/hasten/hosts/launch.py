@@ -88,7 +88,8 @@ def train_script(script: ScriptRef, recipe: Recipe, device: str, sites: dict[str
         with subprocess.Popen(script.argv_under(recipe.methods), cwd=script.directory, env=environment) as process:
 
             def forward(number: int, _: Any) -> None:
-                if number != signal.SIGINT:  # the terminal sends Ctrl-C to both: the script decides, its code counts
+                # the terminal sends Ctrl-C to both: the script decides, its code counts
+                if number != signal.SIGINT or not _is_in_foreground():
                     process.send_signal(number)
 
             with handle_signals((signal.SIGINT, *FORWARDED), forward):
@@ -96,6 +97,20 @@ def train_script(script: ScriptRef, recipe: Recipe, device: str, sites: dict[str
         if recipe and (why := _why_unused(Path(directory))):
             warnings.warn(f"the recipe had no effect: the command {why}", HastenWarning, stacklevel=2)
     return code if code >= 0 else 128 - code
+
+
+def _is_in_foreground() -> bool:
+    """Whether a terminal sends Ctrl-C to this process and, in the same process group, to the command."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:  # there is none
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:  # its session has lost it
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _why_unused(directory: Path) -> str:

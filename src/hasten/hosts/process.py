@@ -7,6 +7,7 @@ Messages are JSON: nothing that comes back from a script is executed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeout_error
 from hasten.core.errors import ConfigurationError, HastenWarning, MemoryExhaustedError, RunError
-from hasten.hosts.inside_files import CLAIM, ERROR, FAILURE, RESUMED, RIVAL, SESSION, SOCKET, SPEC, STARTED
+from hasten.hosts.inside_files import CLAIM, FAILURE, RESUMED, RIVAL, SESSION, SOCKET, SPEC, STARTED
 from hasten.hosts.sandbox import Sandbox, writable_places
 from hasten.hosts.site_map import device_of, hidden_checkpoints, hide_checkpoints, known_sites
 from hasten.utils.typed_arguments import typed_numbers
@@ -45,6 +46,7 @@ NOT_LOADED = (
 CUDA_ERROR = re.compile(r"[\w.]*Error: CUDA error: ")  # the line that says which; others with general advice follow
 TRACEBACK = "Traceback (most recent call last)"
 ERROR_TYPE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b")  # at the begin of a message
+ADDRESS_IN_USE = re.compile(os.strerror(errno.EADDRINUSE), re.IGNORECASE)
 MAX_TRACEBACK = 40  # lines that are repeated
 
 
@@ -94,6 +96,7 @@ class ScriptProcess:
             argv, environment = script.argv_under(self.methods), injected(script.environment, self.directory)
             environment.setdefault("PYTHONHASHSEED", "0")
             environment.setdefault("PYTHONUNBUFFERED", "1")
+            environment["MPLBACKEND"] = "Agg"  # plt.show() in a window would wait until somebody closes it
             self.hidden = set(hidden_checkpoints(script))  # another run may find more of them meanwhile
             command = {"argv": box.wrap(argv, sorted(self.hidden)), "environment": box.environment(environment)}
             self.server = clean_server()
@@ -151,6 +154,7 @@ class ScriptProcess:
         soonest = min((moment for moment in (limit, deadline) if moment is not None), default=None)
         if not wait([self.listener, self.exit], seconds_to_wait(None, soonest) if soonest else None):
             self.kill()
+            self._raise_reported()
             if known_sites(self.script) is not None:  # it does train
                 seconds_to_wait(None, deadline)
                 raise timeout_error(timeout)
@@ -256,12 +260,7 @@ class ScriptProcess:
         continues = not has_trained and _processes_with(environment)  # also before it has left the process group
         self.kill()
         code, output, name = self.server.exit_code(self.pid), self.output(), self.script.name
-        if (self.directory / FAILURE).exists():
-            failure = json.loads((self.directory / FAILURE).read_text(encoding="utf-8"))
-            raise (ConfigurationError if failure["refused"] else RunError)(failure["text"])
-        if code == 0 and (self.directory / ERROR).exists():
-            why = (self.directory / ERROR).read_text(encoding="utf-8", errors="replace")
-            raise ConfigurationError(f"hasten cannot run inside {name}: {why}")
+        self._raise_reported()
         if code == 0 and not (self.directory / STARTED).exists():
             raise ConfigurationError(f"{self.script.command} {NOT_LOADED}")
         if code == 0 and (continues or _processes_with(environment)):
@@ -277,6 +276,11 @@ class ScriptProcess:
             text = f"{name} failed by itself with exit code {code}: {_reason(output)}"
         from hasten._torch_compat import is_gpu_taken, is_out_of_memory  # need torch, unlike a training for real
 
+        if ended and ADDRESS_IN_USE.search(output):
+            raise ConfigurationError(
+                f"{name} needs a port that is taken: two trials run at the same time; let it take a free one, as by "
+                "MASTER_PORT=0 or torchrun --standalone"
+            )
         why = RuntimeError(_reason(output))
         if (ended and code == -signal.SIGKILL) or is_out_of_memory(why) or is_gpu_taken(why):
             raise MemoryExhaustedError(text.replace(" by itself", ""))
@@ -286,6 +290,12 @@ class ScriptProcess:
             lines = output[output.rindex(TRACEBACK) :].splitlines()
             print("\n".join(lines[-MAX_TRACEBACK:]), file=sys.stderr)
         raise ConfigurationError(text)
+
+    def _raise_reported(self) -> None:
+        """Raises the error that a process of the script has reported in FAILURE, if any."""
+        if (self.directory / FAILURE).exists():
+            failure = json.loads((self.directory / FAILURE).read_text(encoding="utf-8"))
+            raise (ConfigurationError if failure["refused"] else RunError)(failure["text"])
 
     def suspend(self) -> None:
         self._signal(signal.SIGSTOP)

@@ -63,6 +63,7 @@ OFFLINE = {
     "COMET_START_ONLINE": "0",
     "CLEARML_OFFLINE_MODE": "1",
     "NEPTUNE_MODE": "offline",
+    "SWANLAB_MODE": "offline",
 }
 
 

@@ -14,6 +14,7 @@ SESSION = "HASTEN_HOST"  # environment variable: the directory of the session, w
 TRACKERS = (  # the modules of hasten.hosts.inside.offline.WATCHED
     *("wandb.sdk.wandb_init", "trackio", "transformers.training_args", "huggingface_hub.hf_api"),
     *("mlflow.tracking._tracking_service.utils", "mlflow.tracking._model_registry.utils", "mlflow.tracking.client"),
+    *("swanlab", "comet_ml"),
 )
 
 
@@ -78,8 +79,8 @@ class WatchingLoader:
 
 
 def start_session(torch):
-    """Starts a session of hasten. If that fails, the file ``error`` of the session's directory holds the reason, and
-    the script runs without hasten.
+    """Starts a session of hasten. If that fails, a trial ends, as in ``keep_offline``. A training for real runs without
+    hasten, and the file ``error`` of the session's directory holds the reason.
     """
     directory = os.environ[SESSION]
 
@@ -93,9 +94,12 @@ def start_session(torch):
 
         session.start(directory, watch_instead)
     except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        if is_trial():
+            end_trial(f"hasten cannot run in the Python of the script ({sys.executable}): {why}; install hasten there")
         try:
             with open(os.path.join(directory, "error"), "w") as file:
-                file.write(f"{type(error).__name__}: {error}")
+                file.write(why)
         except OSError:
             pass
 
@@ -104,15 +108,7 @@ def keep_offline(tracker):
     """Keeps what a trial passes to a tracker, one of TRACKERS, on this machine. If that fails, the trial ends, and the
     file ``failure`` holds the reason: the script would write to the user's server.
     """
-    import json
-
-    directory = os.environ.get(SESSION, "")
-    try:
-        with open(os.path.join(directory, "spec.json")) as file:
-            is_trial = json.load(file)["mode"] == "trial"
-    except (OSError, ValueError, KeyError):  # the session is over, and this process was left behind
-        is_trial = False
-    if not is_trial:
+    if not is_trial():
         return
     try:
         find_hasten()
@@ -120,10 +116,28 @@ def keep_offline(tracker):
 
         WATCHED[tracker.__name__](tracker)
     except Exception as error:
-        text = f"cannot keep {tracker.__name__} offline: {type(error).__name__}: {error}; run the script without it"
-        with open(os.path.join(directory, "failure"), "w") as file:
-            json.dump({"text": text, "refused": True}, file)
-        os._exit(2)
+        why = f"{type(error).__name__}: {error}"
+        end_trial(f"cannot keep {tracker.__name__} offline: {why}; run the script without it")
+
+
+def is_trial():
+    """Whether the session of this process is a trial; False where the session is over, and left this process behind."""
+    import json
+
+    try:
+        with open(os.path.join(os.environ.get(SESSION, ""), "spec.json")) as file:
+            return json.load(file)["mode"] == "trial"
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def end_trial(text):
+    """Ends this process; hasten reports the text, on one line."""
+    import json
+
+    with open(os.path.join(os.environ[SESSION], "failure"), "w") as file:
+        json.dump({"text": " ".join(text.split()), "refused": True}, file)
+    os._exit(2)
 
 
 def find_hasten():

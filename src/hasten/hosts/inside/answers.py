@@ -37,7 +37,7 @@ def describe(session: Session) -> dict[str, Any]:
         "no_effect": composition.without_effect(*session.seen()) if composition else [],
         "arguments": session.arguments,
         "main": session.sites.main(),
-        "expected_steps": expected_steps(session.arguments, loaders, session.steps.backwards),
+        "expected_steps": expected_steps(session.arguments, loaders, _batches_per_step(session)),
         "facts": sorted(_facts(session, loaders)),
         "samples_per_step": _samples_per_step(session, loaders),
         "device": str(session.device()),
@@ -77,18 +77,21 @@ def _facts(session: Session, loaders: Iterable[Any]) -> set[str]:
 
 def _samples_per_step(session: Session, loaders: Iterable[Any]) -> int | None:
     sizes = [size for loader in loaders if (size := batch_size_of(loader))]
-    if len(session.models.roots) > 1 and sizes:  # several backward passes of a step read the same batch
-        return max(sizes)
-    return max(sizes) * max(1, session.steps.backwards) if sizes else None
+    return max(sizes) * _batches_per_step(session) if sizes else None
 
 
-def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], backwards: int) -> int | None:
+def _batches_per_step(session: Session) -> int:
+    """More than 1 under gradient accumulation; several backward passes of a step, as of a GAN, may share a batch."""
+    return max(1, round(session.batches / max(1, session.steps.count)))
+
+
+def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], batches: int) -> int | None:
     """The steps of the whole training by the script's own arguments, such as ``--epochs``; None if they do not say it.
 
     Args:
         arguments: That the script has parsed.
         loaders: Those for training, whose lengths are those of an epoch.
-        backwards: Backward passes of a step, one for each batch.
+        batches: Of one loader, in a step.
     """
     lengths: list[int] = []
     for loader in loaders:
@@ -103,7 +106,7 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], backwar
         if "epoch" not in name.lower():
             found.append(value)
         elif lengths:
-            found.append(value * max(lengths) / max(1, backwards))
+            found.append(value * max(lengths) / batches)
     return int(max(found)) if found else None
 
 

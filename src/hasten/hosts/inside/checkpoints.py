@@ -63,8 +63,8 @@ class CheckpointSeam:
     def _restore(self, original: Callable[..., Any], restored: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         for path, inner in self.loaded.items() if self.loading else ():
             if id(state) in inner:
-                directory = os.path.dirname(path)
-                self.report(directory if os.path.exists(os.path.join(directory, TRAINER_STATE)) else path)
+                for found in _checkpoints_with(path):
+                    self.report(found)
         return original(restored, state, *args, **kwargs)
 
 
@@ -72,6 +72,16 @@ def _path_of(file: Any) -> str:
     """The absolute path of a path or an open file; empty for a buffer in memory."""
     name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
     return os.path.realpath(name) if isinstance(name, (str, os.PathLike)) else ""
+
+
+def _checkpoints_with(path: str) -> list[str]:
+    """A checkpoint of Transformers and those beside it, of which a script would take the next; else the file itself."""
+    directory = os.path.dirname(path)
+    if not os.path.exists(os.path.join(directory, TRAINER_STATE)):
+        return [path]
+    parent = os.path.dirname(directory)
+    beside = sorted(os.path.join(parent, name) for name in os.listdir(parent))
+    return [one for one in beside if os.path.exists(os.path.join(one, TRAINER_STATE))]
 
 
 def _dictionaries(value: Any, depth: int) -> list[int]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from hasten._torch_compat import foreach_mul_
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
@@ -91,13 +92,20 @@ class Composition:
         self.context.enter_context(self.fold("process_context", nullcontext)())
         self.sets_threads = own_threads not in (None, torch.get_num_threads())
 
-    def source_of(self, loader: Any, training: bool) -> BatchSource | None:
-        """The batches of a DataLoader of the script under the methods; None if no method changes them."""
+    def source_of(self, loader: Any, training: bool, is_read: bool = False) -> BatchSource | None:
+        """The batches of a DataLoader of the script under the methods; None if no method changes them.
+
+        If the script reads the loader now, effects are not checked: they come with the next epoch.
+        """
+        checks = dict(self.run.effect_checks)
+        self._note_device()
         source = plain = self._plain_source(loader, training)
         with preserve_rng_state(*source.generators):  # a method may read samples to inspect them
             for method in self.methods:
                 if "data" in hooks_of(method):
                     source = apply_data_hook(method, source, self.run)
+        if is_read:
+            self.run.effect_checks = checks
         return None if source is plain else source
 
     def _plain_source(self, loader: Any, training: bool) -> BatchSource:
@@ -111,16 +119,17 @@ class Composition:
 
         ConfigurationError if a method replaces the root, edits the plan, or needs to know which of several it acts on.
         """
-        run = self.run
-        if run.model is not None and STEP_HOOKS & self.hooks and not self.has_trained:
+        run, is_new = self.run, self.run.model is not root
+        is_other = run.model is not None and all(part is not run.model for part in root.modules())
+        if is_other and STEP_HOOKS & self.hooks and not self.has_trained:
             raise self._several_models(root)
         if self.has_trained:  # the one before is that of an earlier fold; what was made for it must not keep it alive
             earlier: Any = run
             self.is_later, earlier.optimizer = True, None
             self.updates.clear()
         run.model = run.unwrapped_model = root
-        run.device = next((parameter.device for parameter in root.parameters()), run.device)
-        if self.fold("model", root) is not root:
+        self._note_device()
+        if is_new and self.fold("model", root) is not root:
             raise ConfigurationError(f"a method replaces the model, which {self.owner} holds; omit that method")
         if run.plan != self.plan:
             raise ConfigurationError(
@@ -133,13 +142,19 @@ class Composition:
         def plain(inputs: tuple[Any, Any]) -> Any:
             return call(*inputs[0], **inputs[1])
 
-        transform, forward = self.fold("batch_transform", lambda inputs: inputs), self.fold("forward", plain)
+        def folded() -> tuple[Callable[..., Any], Callable[..., Any], str]:
+            return self.fold("batch_transform", lambda inputs: inputs), self.fold("forward", plain), run.device.type
+
+        transform, forward, device = folded()
         is_lower = any("uniform_precision" in method.card.invalidates for method in self.methods)
-        weights, device = [weight for weight in root.parameters() if weight.ndim == 4], run.device.type
+        weights = [weight for weight in root.parameters() if weight.ndim == 4]
         is_strided = "model" in self.hooks and not all(weight.is_contiguous() for weight in weights)  # channels last
 
         def under_methods(*args: Any, **kwargs: Any) -> Any:
             """The outputs as the model gave them before: the loss is the script's, and expects them so."""
+            nonlocal transform, forward, device
+            if not self.has_trained and run.model is root and self._note_device():
+                transform, forward, device = folded()
             outputs = forward(transform((args, kwargs)))
             if is_lower and not torch.is_autocast_enabled(device):
                 outputs = map_tensors(_to_float32, outputs)
@@ -148,6 +163,13 @@ class Composition:
             return outputs
 
         return under_methods
+
+    def _note_device(self) -> bool:
+        """Reads the device of the model, which a script may move after its first call; returns whether it did."""
+        before = self.run.device
+        if self.run.model is not None:
+            self.run.device = next((parameter.device for parameter in self.run.model.parameters()), before)
+        return self.run.device != before
 
     def wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``Tensor.backward`` under the methods."""
@@ -173,6 +195,7 @@ class Composition:
 
     def first_step(self, optimizer: Optimizer) -> None:
         """Called before the first update of each optimizer of the script: methods may change the optimizer in place."""
+        self._note_device()
         self.run.optimizer = optimizer
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if self.fold("optimizer", lambda model: optimizer)(self.run.model) is not optimizer:
@@ -215,6 +238,7 @@ class Composition:
 
             self.updates[optimizer] = transform_and_step
         self.update = update
+        _unscale(optimizer)
         return self.updates[optimizer]()
 
     def _acts_on_gradients(self) -> bool:
@@ -253,6 +277,22 @@ class Composition:
         """An observer of the effects of the methods in one step; ``run.no_effect`` lists those that cannot have one."""
         self.run.no_effect = self.without_effect(has_loader, has_optimizer)
         return EffectObserver(self.run, self.methods)
+
+
+@torch.no_grad()
+def _unscale(optimizer: Optimizer) -> None:
+    """Divides the gradients by the scale that a GradScaler leaves to a fused optimizer, which then does not.
+
+    Where some gradient is not finite, the optimizer still skips its update, as ``found_inf`` tells it.
+    """
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for device in {gradient.device for gradient in gradients}:
+        foreach_mul_([one for one in gradients if one.device == device], scale.to(device).reciprocal())
+    vars(optimizer)["grad_scale"] = None
 
 
 def _trains_only(optimizer: Optimizer, model: nn.Module | None) -> bool:

@@ -5,6 +5,7 @@ A loader keeps its type, length, dataset and sampler; only the iterator that it 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -29,8 +30,8 @@ class LoaderSeam:
     Args:
         sites: Receives each loader with its site.
         phases: Receives the time that the script waits for batches.
-        source_of: ``(loader, is for training) -> BatchSource``, the batches under the methods of the recipe, or None
-            if these change nothing; None to watch only.
+        source_of: ``(loader, is for training, is read now) -> BatchSource``, the batches under the methods of the
+            recipe, or None if these change nothing; None to watch only.
         roles: Site -> "training" or "evaluation", from an earlier run.
     """
 
@@ -38,10 +39,13 @@ class LoaderSeam:
         self,
         sites: Sites,
         phases: PhaseTimer,
-        source_of: Callable[[Any, bool], BatchSource | None] | None = None,
+        source_of: Callable[[Any, bool, bool], BatchSource | None] | None = None,
         roles: dict[str, str] | None = None,
     ):
         self.sites, self.phases, self.source_of, self.roles = sites, phases, source_of, roles or {}
+        self.roles_of_line = defaultdict[str, list[str]](list)
+        for site, role in self.roles.items():
+            self.roles_of_line[site.rpartition("#")[0]].append(role)
         self.by_site: WeakValueDictionary[str, Any] = WeakValueDictionary()  # the loaders that were read
         self.has_loader = False  # whether one was offered to methods
         self.reading: set[int] = set()  # ids of the loaders whose own iterators methods use now
@@ -53,7 +57,11 @@ class LoaderSeam:
     def on_backward(self) -> None:
         """Called after the first backward pass since a loader gave a batch: that loader is one for training."""
         assert self.last is not None, "a loader has given a batch"
-        self.last["role"], self.last = TRAINING, None
+        record, self.last = self.last, None
+        record["role"] = TRAINING
+        loader = self.by_site.get(record["site"])
+        if loader is not None:
+            self.batches_of(loader, record, is_read=True)  # methods report now if they cannot act
 
     def attach(self, loader: Any) -> Any:
         """Notes the loader that the script names as that of its training; returns what it reads in its place."""
@@ -84,7 +92,7 @@ class LoaderSeam:
             record = self.sites.of(loader)
             if record is None or self.sites.line() is None:  # made, or read, by hasten itself
                 return original(loader)
-            source = self._source(loader, record)
+            source = self.batches_of(loader, record)
             made = original(loader) if source is None else BatchIterator(source, self, loader)
             made.hasten_record = record
             self.by_site[record["site"]] = loader
@@ -95,35 +103,48 @@ class LoaderSeam:
     def iterate(self, batches: AttachedBatches) -> Iterator[Any]:
         """The batches of an epoch of an iterable that is no DataLoader."""
         record = self._record(batches)
-        made = BatchIterator(self._source(batches, record) or batches.source, self, batches)
+        made = BatchIterator(self.batches_of(batches, record) or batches.source, self, batches)
         made.hasten_record = record
         self.by_site[record["site"]] = batches
         return made
 
-    def _source(self, loader: Any, record: dict[str, Any]) -> BatchSource | None:
-        """The batches of a loader under the methods; None if they change nothing, or one of them reads it now."""
+    def batches_of(self, loader: Any, record: dict[str, Any], is_read: bool = False) -> BatchSource | None:
+        """The batches of a loader under the methods; None if they change nothing, or one of them reads it now.
+
+        Those of its next epoch, if it ``is_read`` by the script now.
+        """
         if self.source_of is None:
             return None
         self.has_loader = True
-        holder = loader.__dict__.get(SOURCE)
-        if holder is None:
-            training = self.roles.get(record["site"], TRAINING) == TRAINING
-            holder = loader.__dict__[SOURCE] = SourceHolder(self.source_of(loader, training))
+        holder, training = loader.__dict__.get(SOURCE), self._is_for_training(record)
+        if holder is None or training is not holder.training:  # has turned out to be one for training
+            holder = loader.__dict__[SOURCE] = SourceHolder(self.source_of(loader, training, is_read), training)
         return None if id(loader) in self.reading else holder.batches
+
+    def _is_for_training(self, record: dict[str, Any]) -> bool:
+        """Whether the batches of a loader are trained on, as an earlier run or a backward pass has shown.
+
+        A loader at a new site has the role of those that came from the same line, as a script may make one for each
+        epoch. Else it counts as one of an evaluation, which may keep its batches, and read them on the host.
+        """
+        site = record["site"]
+        line = site.rpartition("#")[0]
+        known = [self.roles[site]] if site in self.roles else self.roles_of_line[line]
+        return {*known} == {TRAINING} if known else record["role"] == TRAINING
 
     def _timed(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         phases = self.phases
 
         def next_batch(iterator: Any) -> Any:
-            record = iterator.__dict__.get("hasten_record")
-            if not phases.running or record is None or record["role"] != TRAINING:
-                self.last = record
-                return original(iterator)
-            self.last, began = record, phases.now()
+            record, self.last = iterator.__dict__.get("hasten_record"), None
+            began = phases.now() if phases.running and record is not None and record["role"] == TRAINING else None
             try:
-                return original(iterator)
+                batch = original(iterator)
             finally:
-                phases.record("input", began)
+                if began is not None:
+                    phases.record("input", began)
+            self.last = record  # not at the end of an epoch: a backward pass that follows is not that of its batches
+            return batch
 
         return next_batch
 
@@ -134,8 +155,8 @@ class SourceHolder:
     The loader itself holds it, so that both end together: the batches may refer to the loader.
     """
 
-    def __init__(self, batches: BatchSource | None):
-        self.batches = batches
+    def __init__(self, batches: BatchSource | None, training: bool):
+        self.batches, self.training = batches, training
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -193,18 +214,22 @@ class BatchIterator:
     def __next__(self) -> Any:
         phases, record = self.seam.phases, self.hasten_record
         began = phases.now() if phases.running and record is not None and record["role"] == TRAINING else None
+        self.seam.last = None
         try:
-            return self._call(next, self.batches)
+            batch = self._call(next, self.batches)
         finally:
             if began is not None:
                 phases.record("input", began)
-            self.seam.last = record  # not sooner: the batch may come from a loader that hasten has made
+        self.seam.last = record  # not sooner: the batch may come from a loader that hasten has made
+        return batch
 
     def __len__(self) -> int:
         return len(self.source)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begins the next epoch, as torch calls it on the iterator of a loader with persistent workers."""
+        if loader is not None and self.hasten_record is not None:
+            self.source = self.seam.batches_of(loader, self.hasten_record) or self.source
         epoch, _ = self.source.position
         self.source.position = (epoch + 1, 0)
         self.batches = iter(())  # ends an epoch that was left in the middle, so that its workers are free

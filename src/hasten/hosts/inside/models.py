@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from hasten._torch_compat import get_module_call, patch_module_call, set_module_call
+from hasten._torch_compat import get_module_call, get_set_module_call, intercept_module_calls, set_module_call
 from hasten.hosts.inside.sites import Sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.utils.phase_timer import PhaseTimer
@@ -26,7 +26,7 @@ WrapCall = Callable[[nn.Module, Callable[[], Callable[..., Any]]], Callable[...,
 
 
 class ModelSeam:
-    """Finds the roots at their first calls; replaces the call of ``nn.Module`` until ``stop_searching``.
+    """Finds the roots at their first calls; intercepts the calls of all modules until ``stop_searching``.
 
     Args:
         sites: Receives each root with the line that called it first.
@@ -39,7 +39,8 @@ class ModelSeam:
         evaluated_seconds: Seconds of all evaluations so far.
         evaluations: (step, seconds) of each evaluation.
         records_gradients: Whether an evaluation recorded gradients.
-        trains_in_eval_mode: Whether a call in eval mode gave gradients; that mode is then no sign of evaluation.
+        trained_in_eval_mode: Ids of roots of which a call in eval mode gave gradients, such as the network of a
+            perceptual loss; that mode is then no sign of evaluation.
     """
 
     def __init__(self, sites: Sites, phases: PhaseTimer, steps: StepSeam, wrap: WrapCall | None = None):
@@ -49,7 +50,7 @@ class ModelSeam:
         self.attached: set[int] = set()  # ids of the roots that the script has named
         self.adopted: dict[int, Callable[..., Any]] = {}  # what a framework calls in place of a root
         self.evaluated_seconds, self.evaluations = 0.0, list[tuple[int, float]]()
-        self.records_gradients = self.trains_in_eval_mode = False
+        self.records_gradients, self.trained_in_eval_mode = False, set[int]()
         self.marks: list[tuple[float, int, int, bool]] = []  # (time, step, bytes printed, an evaluation begins)
         self.began: float | None = None  # of the evaluation that is running
         self.ended = 0.0  # of its last call
@@ -57,16 +58,18 @@ class ModelSeam:
         self.on_gpu: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # the same two moments of the GPU's work
         self.device = torch.device("cpu")  # of the model that is evaluated
         self.waits_for_gpu = True  # at the begin and the end of an evaluation, to know its time
-        self.inside = False
         self.is_symbolic: Callable[[Any, Any], bool] = lambda args, kwargs: False  # of a call that computes nothing
         self.wanted: set[int] | None = None  # ids of the parameters of which a later root must have some
         self.replaces_roots = False  # whether the next root takes the place of those so far
-        self.first_call = self._first_calls()
-        self.original = patch_module_call(self.first_call)
+        self._search(True)
+
+    def _search(self, searches: bool) -> None:
+        self.searches = searches
+        intercept_module_calls(self._outermost_call if searches else None)
 
     def stop_searching(self) -> None:
-        """Gives ``nn.Module`` its own call back: from here on, no further root is found by its calls."""
-        patch_module_call(self.original)
+        """Ends the search: from here on, no further root is found by its calls."""
+        self._search(False)
         self.wanted = set()
 
     def search_again(self, optimizer: torch.optim.Optimizer) -> None:
@@ -76,19 +79,26 @@ class ModelSeam:
         """
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.wanted, self.replaces_roots = (self.wanted or set()) | parameters, True
-        patch_module_call(self.first_call)
+        self._search(True)
 
     def on_backward(self) -> None:
         """Called after an outermost backward pass during an evaluation.
 
         The training continues: what was evaluated was the teacher of a distillation, or is itself trained in eval mode.
         """
-        if not any(parameter.grad is not None for model in self.recording for parameter in model.parameters()):
+        trained = {id(model) for model in self.recording if any(p.grad is not None for p in model.parameters())}
+        if not trained:
             return self.end_evaluation()
-        self.trains_in_eval_mode, self.began, self.on_gpu = True, None, None
+        self.trained_in_eval_mode |= trained
+        self.began = self.on_gpu = None
         self.recording.clear()
         if self.marks and self.marks[-1][-1]:
             self.marks.pop()  # of what was no evaluation
+
+    @property
+    def trains_in_eval_mode(self) -> bool:
+        """Whether no root is left whose calls in eval mode are evaluations."""
+        return bool(self.roots) and all(id(root) in self.trained_in_eval_mode for root in self.roots)
 
     def find_uncalled(self) -> None:
         """Adds the models that are trained but were not called as a whole: some parameter has a gradient."""
@@ -108,32 +118,29 @@ class ModelSeam:
     def _contains_attached(self, module: nn.Module) -> bool:
         return bool(self.attached) and any(id(part) in self.attached for part in module.modules())
 
-    def _first_calls(self) -> Callable[..., Any]:
-        def first_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.inside:
-                return self.original(module, *args, **kwargs)
-            self.inside = True
-            try:
-                if id(module) not in self.known and not self.is_symbolic(args, kwargs):
-                    self._consider(module)
-                return self.original(module, *args, **kwargs)
-            finally:
-                self.inside = False
-
-        return first_call
+    def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        intercept_module_calls(None)  # the calls inside are of parts, and compilation must trace nothing of hasten
+        try:
+            if id(module) not in self.known and not self.is_symbolic(args, kwargs):
+                self._consider(module)
+            return get_module_call(module)(*args, **kwargs)
+        finally:
+            if self.searches:
+                intercept_module_calls(self._outermost_call)
 
     def adopt(self, root: nn.Module, step: str) -> None:
         """Records a root of which the framework calls ``step`` for a training step, and wraps that method of it."""
         self.stop_searching()
-        if id(root) not in self.known:
+        if id(root) not in self.adopted:  # though a search for a learning rate may have trained it before
+            self._drop_parts(root)
             self.known[id(root)] = root
-            self.roots.append(root)
-            self.sites.note("models", root, called=True)
+            if all(root is not one for one in self.roots):
+                self.roots.append(root)
+                self.sites.note("models", root, called=True)
             call = getattr(root, step)
             under_methods = self.wrap(root, lambda: getattr(root, step)) if self.wrap else call
             self.adopted[id(root)] = functools.wraps(call)(self._told_apart(root, under_methods))
-        if id(root) in self.adopted:
-            root.__dict__[step] = self.adopted[id(root)]
+        root.__dict__[step] = self.adopted[id(root)]
 
     def _consider(self, module: nn.Module) -> None:
         if self.wanted is not None and not any(id(parameter) in self.wanted for parameter in module.parameters()):
@@ -155,20 +162,37 @@ class ModelSeam:
         if self.replaces_roots:
             self.roots.clear()
             self.replaces_roots = False
+        elif not self.steps.count:
+            self._drop_parts(module)
         self.roots.append(module)
         lines = [entry["site"].rpartition("#")[0] for entry in self.sites.records.get("models", ())]
         if self.sites.early or self.sites.line() not in lines:  # the models of all folds are one in the code
             self.sites.note("models", module, called=True)
+        before = get_set_module_call(module)
         call = self.wrap(module, lambda: get_module_call(module)) if self.wrap else get_module_call(module)
-        set_module_call(module, self._told_apart(module, call))
+        under_methods = self._told_apart(module, call)
+        vars(under_methods)["before"] = before
+        set_module_call(module, under_methods)
+
+    def _drop_parts(self, module: nn.Module) -> None:
+        """Drops the roots that are parts of a later one, or that one itself, such as a backbone that the script has
+        called to see its shapes.
+        """
+        parts = {id(part) for part in module.modules()} - self.attached
+        for root in [root for root in self.roots if id(root) in parts]:
+            self.roots = [other for other in self.roots if other is not root]
+            self.sites.forget("models", root)
+            call = get_set_module_call(root)
+            if hasattr(call, "before"):  # else the script has compiled it since
+                set_module_call(root, call.before)
 
     def _told_apart(self, root: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         phases = self.phases
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not root.training and not self.trains_in_eval_mode:
+            if not root.training and id(root) not in self.trained_in_eval_mode:
                 return self._evaluate(root, call, args, kwargs)
-            if self.began is not None:
+            if self.began is not None and root.training:
                 self.end_evaluation()
             if not phases.running:
                 return call(*args, **kwargs)

@@ -91,6 +91,26 @@ def keep_trackio_offline(module: Any) -> None:
         return original(*args, **{name: value for name, value in kwargs.items() if name not in OF_TRACKIO})
 
 
+def keep_swanlab_offline(module: Any) -> None:
+    """Makes ``swanlab.init`` run in mode "offline", unless it asks for "disabled"; ``module`` is ``swanlab``."""
+
+    @replaces(module, "init")
+    def init(original: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["mode"] = "disabled" if kwargs.get("mode") == "disabled" else "offline"
+        return original(*args, **kwargs)
+
+
+def keep_comet_offline(module: Any) -> None:
+    """Disables ``comet_ml.Experiment``, which has no offline mode; ``module`` is ``comet_ml``.
+
+    ``comet_ml.start`` makes an ``OfflineExperiment``, unless the script passes ``online=True``.
+    """
+
+    @replaces(module.Experiment, "__init__")
+    def init(original: Any, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs | {"disabled": True})
+
+
 def keep_trainer_offline(module: Any) -> None:
     """Sets ``push_to_hub`` of all TrainingArguments to False; ``module`` is ``transformers.training_args``."""
 
@@ -127,6 +147,8 @@ WATCHED: Mapping[str, Callable[[Any], None]] = {
     "mlflow.tracking._model_registry.utils": keep_mlflow_registry_offline,
     "mlflow.tracking.client": keep_mlflow_client_offline,
     "trackio": keep_trackio_offline,
+    "swanlab": keep_swanlab_offline,
+    "comet_ml": keep_comet_offline,
     "transformers.training_args": keep_trainer_offline,
     "huggingface_hub.hf_api": keep_hub_offline,
 }

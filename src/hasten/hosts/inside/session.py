@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from hasten.core.errors import ConfigurationError
 from hasten.hosts.inside.answers import ANSWERS, evaluation_seconds
 from hasten.hosts.inside.block import TrainingBlock
 from hasten.hosts.inside.checkpoints import CheckpointSeam
@@ -64,6 +65,7 @@ class Session:
         self.connection: Any = None
         self.block: TrainingBlock | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
+        self.batches = 0  # of loaders, that were trained on
         self.warned: set[str] = set()  # what was printed once
         self.searches, self.search_until = 1, ROOT_SEARCH_STEPS  # for roots; the step at which the last one ends
         self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
@@ -145,7 +147,8 @@ class Session:
         steps.on_step, steps.on_stop = self._after_step, self._stop
         steps.on_optimizer = self._after_new_optimizer
         if composition:
-            composition.refuse = self._refuse_models
+            composition.refuse = self._refuse_gradients
+            steps.on_foreign_closure = self._refuse_closure
             steps.wrap_backward = composition.wrap_backward
             if {"optimizer", "model"} & acts_on:
                 steps.before_first_update(self._guarded(composition.first_step))
@@ -231,6 +234,7 @@ class Session:
 
     def _after_backward(self) -> None:
         if self.loaders.last is not None:
+            self.batches += 1
             self.loaders.on_backward()
         if self.models.began is not None:
             self.models.on_backward()
@@ -263,8 +267,17 @@ class Session:
             self.search_until, self.steps.on_step = self.steps.count + ROOT_SEARCH_STEPS, self._after_step
             self.models.search_again(optimizer)
 
-    def _refuse_models(self, error: Exception) -> None:
-        """Ends a trial, or warns, where methods that change gradients cannot know which model the gradients are of."""
+    def _refuse_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        self.composition.gave_up = True
+        self._refuse_gradients(
+            ConfigurationError(
+                f"{type(optimizer).__name__}.step(closure) can compute gradients at other weights: leave "
+                "out methods that change gradients"
+            )
+        )
+
+    def _refuse_gradients(self, error: Exception) -> None:
+        """Ends a trial, or warns, where methods that change gradients cannot know which ones they should change."""
         if not self.is_real:
             self._fail(error)
         self._warn_once(f"{_text(error)}; it does not act from here on")

@@ -60,6 +60,11 @@ class Sites:
         """The record of an object; None if it was not noted."""
         return self.by_object.get(thing)
 
+    def forget(self, kind: str, thing: Any) -> None:
+        """Removes the record of an object, if it has one."""
+        record = self.by_object.pop(thing, None)
+        self.records[kind] = [other for other in self.records.get(kind, ()) if other is not record]
+
     def line(self, frame: FrameType | None = None) -> str | None:
         """``file:line`` of the innermost frame of the user, from ``frame``; None if hasten's own code called torch."""
         for one in frames_from(frame or inspect.currentframe()):

@@ -3,6 +3,7 @@
 A step ends with the update of an optimizer. With several optimizers the longest count is that of the steps, as in
 torch's profiler. Where no optimizer exists, such as with a hand-written update, it ends with the outermost backward
 pass. Several backward passes before an update are gradient accumulation; an update that a GradScaler skips is a step.
+Within one ``step(closure)`` of very many backward passes, as of LBFGS, each of them is a step.
 """
 
 import functools
@@ -20,7 +21,7 @@ from hasten.hosts.inside.replace import replaces
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.phase_timer import PhaseTimer
 
-MOST_BACKWARDS = 256  # without an update, after which an optimizer that exists counts as unused
+MOST_BACKWARDS = 256  # after which an optimizer that has not updated counts as unused, and one that is updating as long
 
 
 class StepSeam:
@@ -34,18 +35,19 @@ class StepSeam:
         count: Steps so far.
         leading: Ids of the optimizers whose updates are the steps, where the script names them; else empty.
         remaining: Steps until ``on_stop`` is called.
-        backwards: Backward passes of the last step.
         losses: Of the backward passes since ``keep_losses`` was set; numbers, or tensors of another device.
     """
 
     def __init__(self, sites: Sites, phases: PhaseTimer):
         self.sites, self.phases = sites, phases
-        self.count, self.remaining, self.backwards = 0, 1, 0
+        self.count, self.remaining = 0, 1
         self.active, self.keep_losses, self.losses = True, False, list[float | torch.Tensor]()
         self.leading: set[int] = set()
         self.counts: dict[int, int] = {}  # updates by id of the optimizer; a dictionary with weak keys is slow
         self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()  # that have updated, in this order
         self.has_optimizer = False  # that may be used
+        self.updating: int | None = None  # id of the optimizer whose step runs now
+        self.long: set[int] = set()  # ids of optimizers in whose step each backward pass is one
         self.inside, self.passes, self.began, self.times_updates = False, 0, None, False
         self.has_begun = False  # the training: a gradient was computed
         self.last_ended: float | None = None  # time of the end of the last step
@@ -53,6 +55,8 @@ class StepSeam:
         self.on_backward: Callable[[], None] = lambda: None
         self.on_stop: Callable[[], None] = lambda: None
         self.on_optimizer: Callable[[Optimizer], None] = lambda optimizer: None  # that the script has made
+        # before ``step(closure)`` of an optimizer that is not one of torch, under methods that change gradients
+        self.on_foreign_closure: Callable[[Optimizer], None] = lambda optimizer: None
         self.on_step: Callable[[], None] | None = None  # called after every step, while there is something to do
         self.wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda backward: backward
         self.wrap_update: Callable[[Optimizer, Callable[[], Any]], Any] | None = None
@@ -60,6 +64,7 @@ class StepSeam:
         torch.autograd.backward = self._counted_functional(torch.autograd.backward)
         replaces(Optimizer, "__init__")(self._note)
         torch.amp.GradScaler.step = self._watched(torch.amp.GradScaler.step)  # pyright: ignore[reportPrivateImportUsage]
+        register_optimizer_step_pre_hook(self._enter_update)
         register_optimizer_step_post_hook(self._after_update)
 
     def before_first_update(self, call: Callable[[Optimizer], None]) -> None:
@@ -103,8 +108,11 @@ class StepSeam:
                 self.losses.append(loss.item() if loss.is_cpu else loss.detach().clone())
             self.passes += 1
             self.on_backward()
-            if not self.has_optimizer or (self.passes >= MOST_BACKWARDS and not self.counts):
+            if self.passes >= MOST_BACKWARDS and self.updating is not None:
+                self.long.add(self.updating)
+            elif self.passes >= MOST_BACKWARDS and not self.counts:
                 self.has_optimizer = False
+            if not self.has_optimizer or self.updating in self.long:
                 self.end_step()
             return result
 
@@ -135,6 +143,7 @@ class StepSeam:
     def _note(self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
         self.counts.pop(id(optimizer), None)  # of an optimizer that is gone
+        self.long.discard(id(optimizer))
         self.has_optimizer = True
         if self.sites.note("optimizers", optimizer) is not None:
             self.on_optimizer(optimizer)
@@ -152,7 +161,11 @@ class StepSeam:
             if not self.active:
                 return original(optimizer, *args, **kwargs)
             closure = kwargs.get("closure", args[0] if args else None)
-            if closure is None or isinstance(optimizer, torch.optim.LBFGS):  # which calls it several times
+            is_foreign = closure is not None and not original.__module__.startswith("torch.optim.")
+            if is_foreign:  # such as SAM, which calls it at other weights
+                self.on_foreign_closure(optimizer)
+            is_called_again = is_foreign or isinstance(optimizer, torch.optim.LBFGS)
+            if closure is None or is_called_again:
                 return update(optimizer, lambda: original(optimizer, *args, **kwargs))
             with torch.enable_grad():  # the gradients must be there before methods act on them
                 loss = closure()
@@ -184,11 +197,15 @@ class StepSeam:
         count = self.counts[id(optimizer)] = max(0, self.count - 1)
         return count
 
+    def _enter_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.updating, self.passes = id(optimizer), 0
+
     def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.active and self.phases.running:
             self.began = self.phases.now()
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.updating = None
         if not self.active:
             return
         # some scripts call step() once before the training, to begin a schedule
@@ -199,6 +216,11 @@ class StepSeam:
             self.began = None
         key = id(optimizer)
         count = self.counts.get(key)
+        if key in self.long:  # its steps are counted; the next update of any optimizer is one again
+            if count is None:
+                self._know(optimizer)
+            self.counts = dict.fromkeys(self.counts, self.count)
+            return
         self.counts[key] = count = (self._know(optimizer) if count is None else count) + 1
         if count > self.count and (not self.leading or key in self.leading):
             self.end_step()
@@ -209,7 +231,7 @@ class StepSeam:
         Called by this seam, or by that of a framework whose optimizers are not torch's.
         """
         self.count += 1
-        self.backwards, self.passes = self.passes, 0
+        self.passes = 0
         self.last_ended = time.perf_counter()
         if self.on_step is not None:
             self.on_step()

@@ -131,7 +131,8 @@ def _report_epoch(loop: FrameworkLoop, original: Any, callbacks: Any, epoch: int
     for name in held_out:
         loop.report(name, logs[name])
     result = original(callbacks, epoch, logs)
-    loop.monitor = _monitor(callbacks.callbacks, held_out)  # not sooner: a callback finds its direction here
+    # not sooner: a callback finds its direction here
+    loop.monitor = _monitor(callbacks.callbacks, held_out) or loop.monitor
     return result
 
 

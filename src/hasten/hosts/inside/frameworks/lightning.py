@@ -49,7 +49,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
             self.held_out.update(held_out)
             for name in held_out:
                 loop.report(name, trainer.callback_metrics[name])
-            loop.monitor = _monitor(trainer, held_out)
+            loop.monitor = _monitor(trainer, held_out) or loop.monitor
 
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
             for name in ("training_step", BATCH_HOOK):  # a function in the object cannot be pickled

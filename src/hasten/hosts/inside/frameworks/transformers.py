@@ -33,7 +33,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
             held_out = [name for name in metrics or () if not name.endswith(NO_METRIC)]
             for name in held_out:
                 loop.report(name, metrics[name])
-            loop.monitor = _monitor(args, held_out)
+            loop.monitor = _monitor(args, held_out) or loop.monitor
 
     @replaces(module.Trainer, "__init__")
     def watched_init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
