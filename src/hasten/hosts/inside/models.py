@@ -182,7 +182,7 @@ class ModelSeam:
         for root in [root for root in self.roots if id(root) in parts]:
             self.roots = [other for other in self.roots if other is not root]
             self.sites.forget("models", root)
-            call = get_set_module_call(root)
+            call: Any = get_set_module_call(root)
             if hasattr(call, "before"):  # else the script has compiled it since
                 set_module_call(root, call.before)
 
