@@ -104,17 +104,42 @@ def test_loader_at_a_new_site_has_the_role_of_its_line(under):
         return [DataLoader(Shifted(), batch_size=4) for _ in range(count)]  # the line of all
 
     line = f"{__file__}:{made.__code__.co_firstlineno + 1}"
-    for known, training in ({"#1": "training"}, True), ({"#1": "training", "#2": "evaluation"}, False):
+    both = {"#1": "training", "#2": "evaluation"}
+    for known, training in ({"#1": "training"}, True), (both, False), ({"#2": "evaluation"}, False):
         under("in_memory_batches", roles={line + number: role for number, role in known.items()})
         last = made(3)[-1]
         next(iter(last))
         assert vars(last)["_hasten_source"].training is training
 
 
+def made_with_shuffling() -> DataLoader:
+    return DataLoader(Shifted(), batch_size=4, shuffle=True)
+
+
+LINE_OF_MADE = made_with_shuffling.__code__.co_firstlineno + 1
+
+
+def test_loader_that_shuffles_is_one_for_training_unless_a_run_has_seen_it_evaluate(under):
+    for roles, training in ({}, True), ({f"{__file__}:{LINE_OF_MADE}#1": "evaluation"}, False):
+        under("in_memory_batches", roles=roles)
+        loader = made_with_shuffling()
+        next(iter(loader))
+        assert vars(loader)["_hasten_source"].training is training
+
+
 def test_backward_pass_after_an_evaluation_is_not_that_of_its_loader(under):
     seam = under("in_memory_batches", roles={})
+    seam.is_evaluating = lambda: True
     list(DataLoader(Shifted(), batch_size=4))
-    assert seam.last is None
+    assert seam.on_backward() is None
+
+
+def test_batches_that_are_read_ahead_are_trained_on_by_as_many_backward_passes(under):
+    """As accelerate and the Trainer of Transformers read them; a second pass over a batch is none of another one."""
+    seam = under("in_memory_batches", roles={})
+    read = len(list(DataLoader(Shifted(), batch_size=4, shuffle=True)))
+    lines = [seam.on_backward() for _ in range(read + 1)]
+    assert None not in lines[:-1] and lines[-1] is None
 
 
 def copied(batch):

@@ -276,14 +276,14 @@ class ScriptProcess:
             text = f"{name} failed by itself with exit code {code}: {_reason(output)}"
         from hasten._torch_compat import is_gpu_taken, is_out_of_memory  # need torch, unlike a training for real
 
-        if ended and ADDRESS_IN_USE.search(output):
+        why = RuntimeError(_reason(output))
+        if (ended and code == -signal.SIGKILL) or is_out_of_memory(why) or is_gpu_taken(why):
+            raise MemoryExhaustedError(text.replace(" by itself", ""))
+        if ended and ADDRESS_IN_USE.search(str(why)):
             raise ConfigurationError(
                 f"{name} needs a port that is taken: two trials run at the same time; let it take a free one, as by "
                 "MASTER_PORT=0 or torchrun --standalone"
             )
-        why = RuntimeError(_reason(output))
-        if (ended and code == -signal.SIGKILL) or is_out_of_memory(why) or is_gpu_taken(why):
-            raise MemoryExhaustedError(text.replace(" by itself", ""))
         if self.methods:
             raise RunError(text.replace(" by itself", ""))
         if TRACEBACK in output:

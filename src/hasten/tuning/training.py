@@ -295,7 +295,8 @@ def search_training(
     """
     best = best or first_outcome(baseline)
     for item in candidates:
-        base, losses, is_checked, seen = incumbents.best, 0, False, [_curve(best.runs[0])]
+        base, losses, is_checked = incumbents.best, 0, False
+        seen = [_curve(best.runs[0])] if item.name in base.methods else []
         for options in item.presets:
             if _has(base, item.name, options):
                 continue  # part of a composition

@@ -79,10 +79,12 @@ class WatchingLoader:
 
 
 def start_session(torch):
-    """Starts a session of hasten. If that fails, a trial ends, as in ``keep_offline``. A training for real runs without
-    hasten, and the file ``error`` of the session's directory holds the reason.
+    """Starts a session of hasten. If that fails in the first process of a trial, the trial ends, as in
+    ``keep_offline``. Other processes, and a training for real, run without hasten; the file ``error`` of the session's
+    directory holds the reason.
     """
     directory = os.environ[SESSION]
+    running = os.path.join(directory, "running")  # exists once a session has started in some process
 
     def watch_instead(watchers):
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, ImportFinder)]
@@ -93,9 +95,10 @@ def start_session(torch):
         from hasten.hosts.inside import session
 
         session.start(directory, watch_instead)
+        open(running, "w").close()
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        if is_trial():
+        if is_trial() and not os.path.exists(running):
             end_trial(f"hasten cannot run in the Python of the script ({sys.executable}): {why}; install hasten there")
         try:
             with open(os.path.join(directory, "error"), "w") as file:

@@ -81,8 +81,8 @@ def _samples_per_step(session: Session, loaders: Iterable[Any]) -> int | None:
 
 
 def _batches_per_step(session: Session) -> int:
-    """More than 1 under gradient accumulation; several backward passes of a step, as of a GAN, may share a batch."""
-    return max(1, round(session.batches / max(1, session.steps.count)))
+    """Batches of one loader in a step: more under gradient accumulation; the passes of a GAN may share one."""
+    return max(1, round(max(session.batches.values(), default=0) / max(1, session.steps.count)))
 
 
 def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], batches: int) -> int | None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from hasten._torch_compat import patch_loader_iterator, patch_next_batch, swap_persistent_iterator
 from hasten.core.data import BatchSource
@@ -45,23 +45,42 @@ class LoaderSeam:
         self.sites, self.phases, self.source_of, self.roles = sites, phases, source_of, roles or {}
         self.roles_of_line = defaultdict[str, list[str]](list)
         for site, role in self.roles.items():
-            self.roles_of_line[site.rpartition("#")[0]].append(role)
+            self.roles_of_line[_line_of(site)].append(role)
         self.by_site: WeakValueDictionary[str, Any] = WeakValueDictionary()  # the loaders that were read
         self.has_loader = False  # whether one was offered to methods
         self.reading: set[int] = set()  # ids of the loaders whose own iterators methods use now
         self.last: dict[str, Any] | None = None  # record of the loader that gave the last batch
+        self.unread = 0  # batches that it has given and that no backward pass has followed
+        self.is_evaluating: Callable[[], bool] = lambda: False
         replaces(DataLoader, "__init__")(self._note)
         patch_loader_iterator(self._iterator_maker)
         patch_next_batch(self._timed)
 
-    def on_backward(self) -> None:
-        """Called after the first backward pass since a loader gave a batch: that loader is one for training."""
-        assert self.last is not None, "a loader has given a batch"
-        record, self.last = self.last, None
-        record["role"] = TRAINING
+    def on_backward(self) -> str | None:
+        """Called after a backward pass. Returns the line of the loader whose batch it trained on: one for training.
+
+        None if that was no batch, or one that had been trained on before. Several batches may be read ahead.
+        """
+        record = self.last
+        if record is None or not self.unread:
+            return None
+        self.unread -= 1
         loader = self.by_site.get(record["site"])
-        if loader is not None:
-            self.batches_of(loader, record, is_read=True)  # methods report now if they cannot act
+        if record["role"] != TRAINING:
+            record["role"] = TRAINING
+            if loader is not None:
+                self.batches_of(loader, record, is_read=True)  # methods report now if they cannot act
+        return _line_of(record["site"])
+
+    def note_batch(self, record: dict[str, Any]) -> None:
+        """Notes that the script has read a batch of a loader."""
+        self.unread = self.unread + 1 if record is self.last else 1
+        self.last = record
+
+    def note_end(self) -> None:
+        """Notes the end of an epoch; a backward pass that follows an evaluation is not that of its batches."""
+        if self.is_evaluating():
+            self.last, self.unread = None, 0
 
     def attach(self, loader: Any) -> Any:
         """Notes the loader that the script names as that of its training; returns what it reads in its place."""
@@ -116,35 +135,46 @@ class LoaderSeam:
         if self.source_of is None:
             return None
         self.has_loader = True
-        holder, training = loader.__dict__.get(SOURCE), self._is_for_training(record)
+        holder, training = loader.__dict__.get(SOURCE), self._is_for_training(loader, record)
         if holder is None or training is not holder.training:  # has turned out to be one for training
             holder = loader.__dict__[SOURCE] = SourceHolder(self.source_of(loader, training, is_read), training)
         return None if id(loader) in self.reading else holder.batches
 
-    def _is_for_training(self, record: dict[str, Any]) -> bool:
+    def _is_for_training(self, loader: Any, record: dict[str, Any]) -> bool:
         """Whether the batches of a loader are trained on, as an earlier run or a backward pass has shown.
 
         A loader at a new site has the role of those that came from the same line, as a script may make one for each
-        epoch. Else it counts as one of an evaluation, which may keep its batches, and read them on the host.
+        epoch. Where those have both roles, or there are none, one that reads its samples in order counts as that of an
+        evaluation, which may keep its batches and read them on the host, until a backward pass has followed.
         """
         site = record["site"]
-        line = site.rpartition("#")[0]
-        known = [self.roles[site]] if site in self.roles else self.roles_of_line[line]
-        return {*known} == {TRAINING} if known else record["role"] == TRAINING
+        known = {self.roles[site]} if site in self.roles else {*self.roles_of_line[_line_of(site)]}
+        if len(known) == 1:
+            return known == {TRAINING}
+        return record["role"] == TRAINING or not _reads_in_order(loader)
+
+    def next_batch(self, read: Callable[[], Any], record: dict[str, Any] | None) -> Any:
+        """The batch that ``read`` returns to the script, from the loader of ``record``."""
+        phases = self.phases
+        began = phases.now() if phases.running and record is not None and record["role"] == TRAINING else None
+        try:
+            batch = read()
+        except StopIteration:
+            self.note_end()
+            raise
+        finally:
+            if began is not None:
+                phases.record("input", began)
+        if record is not None:
+            self.note_batch(record)
+        return batch
 
     def _timed(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        phases = self.phases
-
         def next_batch(iterator: Any) -> Any:
-            record, self.last = iterator.__dict__.get("hasten_record"), None
-            began = phases.now() if phases.running and record is not None and record["role"] == TRAINING else None
-            try:
-                batch = original(iterator)
-            finally:
-                if began is not None:
-                    phases.record("input", began)
-            self.last = record  # not at the end of an epoch: a backward pass that follows is not that of its batches
-            return batch
+            record = iterator.__dict__.get("hasten_record")
+            if record is None:  # of a loader that hasten has made
+                return original(iterator)
+            return self.next_batch(lambda: original(iterator), record)
 
         return next_batch
 
@@ -165,6 +195,17 @@ class SourceHolder:
 def batch_size_of(loader: Any) -> int | None:
     """Samples of a batch, also where a sampler of batches was given; None if unknown."""
     return loader.batch_size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+
+
+def _reads_in_order(loader: Any) -> bool:
+    """Whether a DataLoader reads its samples in the order of the dataset, as those of evaluations do."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if batch_sampler is None else getattr(batch_sampler, "sampler", None)
+    return isinstance(sampler, SequentialSampler)
+
+
+def _line_of(site: str) -> str:
+    return site.rpartition("#")[0]
 
 
 class AttachedBatches:
@@ -212,16 +253,7 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Any:
-        phases, record = self.seam.phases, self.hasten_record
-        began = phases.now() if phases.running and record is not None and record["role"] == TRAINING else None
-        self.seam.last = None
-        try:
-            batch = self._call(next, self.batches)
-        finally:
-            if began is not None:
-                phases.record("input", began)
-        self.seam.last = record  # not sooner: the batch may come from a loader that hasten has made
-        return batch
+        return self.seam.next_batch(lambda: self._call(next, self.batches), self.hasten_record)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Client
@@ -65,7 +65,7 @@ class Session:
         self.connection: Any = None
         self.block: TrainingBlock | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
-        self.batches = 0  # of loaders, that were trained on
+        self.batches = Counter[str]()  # that were trained on, by the line of their loader
         self.warned: set[str] = set()  # what was printed once
         self.searches, self.search_until = 1, ROOT_SEARCH_STEPS  # for roots; the step at which the last one ends
         self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
@@ -142,6 +142,7 @@ class Session:
         roles = {entry["site"]: entry["role"] for entry in known.get("loaders", ())}
         source_of = self._guarded(composition.source_of) if "data" in acts_on else None
         self.loaders = LoaderSeam(self.sites, self.phases, source_of, roles)
+        self.loaders.is_evaluating = lambda: self.models.began is not None
         steps = self.steps
         steps.on_first_backward, steps.on_backward = self._claim, self._after_backward
         steps.on_step, steps.on_stop = self._after_step, self._stop
@@ -233,9 +234,8 @@ class Session:
             self.models.stop_searching()
 
     def _after_backward(self) -> None:
-        if self.loaders.last is not None:
-            self.batches += 1
-            self.loaders.on_backward()
+        if (line := self.loaders.on_backward()) is not None:
+            self.batches[line] += 1
         if self.models.began is not None:
             self.models.on_backward()
 
@@ -271,7 +271,7 @@ class Session:
         self.composition.gave_up = True
         self._refuse_gradients(
             ConfigurationError(
-                f"{type(optimizer).__name__}.step(closure) can compute gradients at other weights: leave "
+                f"{type(optimizer).__name__}.step(closure) computes gradients at other weights: leave "
                 "out methods that change gradients"
             )
         )

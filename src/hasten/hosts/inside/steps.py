@@ -161,15 +161,21 @@ class StepSeam:
             if not self.active:
                 return original(optimizer, *args, **kwargs)
             closure = kwargs.get("closure", args[0] if args else None)
-            is_foreign = closure is not None and not original.__module__.startswith("torch.optim.")
-            if is_foreign:  # such as SAM, which calls it at other weights
+            has_gradients = closure is not None and self.passes > 0 and not _is_of_torch(original)
+            if has_gradients:  # such as SAM, which calls it at other weights
                 self.on_foreign_closure(optimizer)
-            is_called_again = is_foreign or isinstance(optimizer, torch.optim.LBFGS)
-            if closure is None or is_called_again:
+            if closure is None or has_gradients or isinstance(optimizer, torch.optim.LBFGS):
                 return update(optimizer, lambda: original(optimizer, *args, **kwargs))
             with torch.enable_grad():  # the gradients must be there before methods act on them
-                loss = closure()
-            kwargs["closure"] = lambda: loss
+                losses = [closure()]
+
+            def first_then_again() -> Any:
+                if losses:
+                    return losses.pop()
+                self.on_foreign_closure(optimizer)  # which calls it at other weights
+                return closure()
+
+            kwargs["closure"] = first_then_again
             return update(optimizer, lambda: original(optimizer, *args[1:], **kwargs))
 
         vars(step)["under_methods"] = True
@@ -238,6 +244,10 @@ class StepSeam:
         self.remaining -= 1
         if not self.remaining:
             self.on_stop()
+
+
+def _is_of_torch(step: Callable[..., Any]) -> bool:
+    return step.__module__.startswith("torch.optim.")
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:
