@@ -197,7 +197,7 @@ def test_script_that_writes_much_before_its_first_step_gets_a_warning(tmp_path):
 
 
 def test_plots_of_a_trial_open_no_window(tmp_path, monkeypatch):
-    """``plt.show()`` would wait until somebody closes it."""
+    """``plt.show()`` would wait until it is closed."""
     monkeypatch.setenv("MPLBACKEND", "TkAgg")
     ref = written(tmp_path, 3, second="print('backend', os.environ['MPLBACKEND'], flush=True)")
     with ScriptProcess(ref, {}) as process:

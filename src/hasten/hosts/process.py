@@ -96,7 +96,7 @@ class ScriptProcess:
             argv, environment = script.argv_under(self.methods), injected(script.environment, self.directory)
             environment.setdefault("PYTHONHASHSEED", "0")
             environment.setdefault("PYTHONUNBUFFERED", "1")
-            environment["MPLBACKEND"] = "Agg"  # plt.show() in a window would wait until somebody closes it
+            environment["MPLBACKEND"] = "Agg"  # plt.show() in a window would wait until it is closed
             self.hidden = set(hidden_checkpoints(script))  # another run may find more of them meanwhile
             command = {"argv": box.wrap(argv, sorted(self.hidden)), "environment": box.environment(environment)}
             self.server = clean_server()
