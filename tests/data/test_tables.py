@@ -196,6 +196,17 @@ def test_table_window_beyond_memory_warns(tmp_path):
     assert all(torch.equal(x, y) for (x, _), (y, _) in zip(wide, expected, strict=True))
 
 
+def test_index_of_pandas_is_no_column_unless_it_is_named(tmp_path):
+    """``train_test_split`` of a data frame leaves one, and the number of a row predicts the target of sorted data."""
+    table = pa.table({"x": [0.5, 1.5], "label": [0, 1], "__index_level_0__": [7, 3]})
+    arrow_parquet.write_table(table, tmp_path / "x.parquet")
+    inputs, _ = parquet(tmp_path, target="label").source.read(numpy.arange(2))
+    assert inputs.tolist() == [[0.5], [1.5]]
+    assert parquet(tmp_path, columns=["__index_level_0__", "x"]).source.columns == ["__index_level_0__", "x"]
+    with pytest.raises(ConfigurationError, match="has no column '__index_level_0__'"):
+        parquet(tmp_path, target="__index_level_0__")
+
+
 def test_table_text_column_in_a_matrix_warns_at_the_call(tmp_path, recwarn):
     path = tmp_path / "t.parquet"
     write(pa.table({"age": [1, 2], "name": ["a", "b"], "word": ["c", "d"], "y": [0, 1]}), path, "parquet")

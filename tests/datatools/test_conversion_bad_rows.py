@@ -91,8 +91,8 @@ def test_convert_bad_csv_line_is_one_bad_row(tmp_path, to):
     lines[7], lines[30] = "7", "30,15,15"
     (tmp_path / "in" / "t.csv").write_text("\n".join(["n,half", *lines]))
     with pytest.raises(RunError, match=r"row 7 \(.*t\.csv\): row 7 of the file, '7', has 1 field, not 2; repair it"):
-        convert(tmp_path / "in", tmp_path / "none", to=to)
-    result = convert(tmp_path / "in", tmp_path / "out", to=to, max_bad_rows=2)
+        convert(tmp_path / "in", tmp_path / "out", to=to)
+    result = convert(tmp_path / "in", tmp_path / "out", to=to, max_bad_rows=2)  # as the error advises
     assert (result["rows"], result["skipped_rows"], result["skipped_files"]) == (38, 2, 0)
     assert [(each["row"], each["why"]) for each in listed(tmp_path / "out")] == [
         (7, "row 7 of the file, '7', has 1 field, not 2"),

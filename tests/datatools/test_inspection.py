@@ -162,8 +162,14 @@ def test_inspect_undecodable_files_are_reported_beside_the_others(tmp_path):
         path.write_bytes(b"no picture")
     result = inspect(data, budget=BUDGET)
     assert "not a JPEG or PNG" in result["trouble"] and result["files"] == 12 and result["storages"] == []
-    result = inspect(write_table(tmp_path / "texts", content=mixed_table()), budget=BUDGET)
-    assert "'word' lacks" in result["trouble"] and result["rows"] == ROWS and result["speed"]["disk"] != 0
+    timed = pa.table({"when": pa.array([None, 1], pa.timestamp("s"))})
+    result = inspect(write_table(tmp_path / "times", content=timed), budget=BUDGET)
+    assert "'when' lacks" in result["trouble"] and result["rows"] == 2 and result["speed"]["disk"] != 0
+
+
+def test_inspect_measures_a_table_whose_numbers_and_text_are_missing(tmp_path):
+    result = inspect(write_table(tmp_path / "mixed", content=mixed_table()), budget=BUDGET)
+    assert result["trouble"] is None and result["speed"]["batches"] > 0 and "word" in result["columns"]
 
 
 def test_inspect_invalid_request_is_refused(tmp_path):

@@ -162,6 +162,16 @@ def test_evaluation_does_not_put_the_model_in_training_mode(tmp_path):
             r"loss of points from logits alone, .*, failed: KeyError: 'aux' \(test_outputs.py line \d+\)",
         ),
         (
+            lambda: Returning(lambda s: {"logits": s, "loss": s.mean()}),
+            {"metric": "loss", "loss": None, "validation_data": [{"x": torch.ones(4), "labels": 0}] * 4},
+            "metric loss of points is a loss that the model computes itself; an exported model returns logits",
+        ),
+        (
+            lambda: Returning(lambda s: {"logits": s}["labels"]),
+            {},
+            "cannot be called with the inputs of a batch alone, without the target: KeyError: 'labels'",
+        ),
+        (
             lambda: nn.Linear(4, 3),
             {"evaluate": lambda model, batches: model.missing, "metric": "hits", "higher_is_better": True},
             r"metric of points from logits alone, .*, failed: AttributeError: .*'missing'",
@@ -172,7 +182,17 @@ def test_evaluation_does_not_put_the_model_in_training_mode(tmp_path):
             "metric of points from logits alone, .*, failed: AttributeError: 'dict' object has no attribute 'ndim'$",
         ),
     ],
-    ids=["tuple", "target", "another field", "two outputs", "loss of another entry", "evaluation", "targets"],
+    ids=[
+        "tuple",
+        "target",
+        "another field",
+        "two outputs",
+        "loss of another entry",
+        "own loss",
+        "another error",
+        "evaluation",
+        "targets",
+    ],
 )
 def test_model_that_cannot_be_exported_is_one_line(model, options, message, tmp_path):
     task = task_of(model, **options)

@@ -57,7 +57,7 @@ def test_command_that_cannot_work_is_refused(argv, message):
         ([sys.executable, "tensors.py", "3"], "tensors"),
         ([sys.executable, "-u", "-W", "ignore", "./tensors.py"], "tensors"),
         ([sys.executable, "-m", "package.train", "--lr", "1"], "package.train"),
-        (["bash", "run.sh"], "run"),
+        (["bash", "-c", "python tensors.py"], "bash"),
     ],
 )
 def test_name_is_that_of_the_script(argv, name):

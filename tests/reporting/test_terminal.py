@@ -72,8 +72,6 @@ def test_answer_fits_the_width_and_has_no_control_characters(kind, width):
                 "No improvement",
                 "consists of arithmetic",
                 "2 min 31 s",
-                "refused",
-                "best trial batch_size:factor=4",
                 "Run directory: runs/tune-digits; report: hasten report runs/tune-digits",
             ],
         ),

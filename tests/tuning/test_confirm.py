@@ -299,7 +299,7 @@ def test_recipe_of_which_one_run_ends_below_the_target_by_more_than_the_margin_f
     assert not done.passed and "never reached the target" in done.why
     if not done.gain:
         return  # its first pair ended it
-    found = _finding_of(study, SimpleNamespace(run_seconds=10.0), done, is_whole=True)
+    found = _finding_of(study, SimpleNamespace(run_seconds=10.0, start_seconds=0.0), done, is_whole=True)
     assert found.evidence == "estimated" and found.speedup.median > 2 and "missed the target" in found.to_prove
 
 
@@ -325,7 +325,7 @@ def test_confirm_counts_a_run_of_the_baseline_once():
 def test_budget_that_would_prove_a_script_pays_for_a_watched_run_of_it():
     """A search that continues first watches a whole run, in at most half of its time."""
     attempt = confirmed(PlantedTrainings({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,))
-    attempt.speedup, state = Ratio(2.0, 1.9, 2.1), SimpleNamespace(run_seconds=60.0, findings=[])
+    attempt.speedup, state = Ratio(2.0, 1.9, 2.1), SimpleNamespace(run_seconds=60.0, start_seconds=1.0, findings=[])
     of_task, of_script = (_to_prove(state, attempt, False, of_script) for of_script in (False, True))
     seconds = [parse_budget(text.rpartition("+")[2]) for text in (of_task, of_script)]
     assert seconds[1] - seconds[0] >= 60 and seconds[1] >= 150

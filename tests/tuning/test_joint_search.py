@@ -162,33 +162,60 @@ def test_shorten_finds_the_least_length_that_ends_as_well():
     assert shorten(study, Incumbents(), ITEMS, baseline, whole) is whole, "the task as it is has no length to change"
 
 
+def few_runs() -> Baseline:
+    """Three runs of the task, on whose seeds the search does not train."""
+    runs = [{"metric": METRIC + difference} for difference in (-0.003, 0.0, 0.003)]
+    return Baseline([0, 1, 2], runs, TARGET, MARGIN, True, [0, 1, 2])
+
+
 @pytest.mark.parametrize(("factor", "longer"), [(0.15, 0.3), (0.32, 0.64), (0.4, None)])
 def test_lengthened_recipe_trains_twice_as_long_within_the_range(factor, longer):
     recipe = Recipe({"budgeted_schedule": {"factor": factor, "peak": 8.0}, "batch_size": {"factor": 4}})
     between, whole = recipe.with_method("budgeted_schedule", factor=1.4 * factor, peak=8.0), Recipe.parse("ema")
     recipes = [whole, between, recipe]
-    found = add_lengthened(recipes, ITEMS)
+    found = add_lengthened(recipes, ITEMS, few_runs(), lambda recipe: [])
     assert found == (longer and recipe.with_method("budgeted_schedule", factor=longer, peak=8.0))
     assert recipes == [whole, *([found] if found else []), between, recipe], "each is faster than the one before it"
-    assert add_lengthened([recipe.drop("budgeted_schedule")], ITEMS) is None and add_lengthened([], ITEMS) is None
+    for others in ([recipe.drop("budgeted_schedule")], []):
+        assert add_lengthened(others, ITEMS, few_runs(), lambda recipe: []) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "longer"),
+    [
+        ({0.2: 0.951, 0.4: 0.971}, 0.25),  # linear in the logarithm: it needs 0.957 or a little more
+        ({0.2: 0.951, 0.3: 0.9515, 0.4: 0.99}, 0.32),
+        ({0.2: 0.971, 0.4: 0.99}, 0.4),  # ends well enough already: twice as long, to be sure
+        ({0.2: 0.951, 0.4: 0.952}, 0.4),  # none does
+    ],
+)
+def test_lengthened_recipe_has_the_least_length_that_would_end_clearly_better(ends, longer):
+    def recipe_of(length: float, *others: str) -> Recipe:
+        return Recipe({"budgeted_schedule": {"factor": length, "peak": BEST_PEAK}, **{name: {} for name in others}})
+
+    recipes = [*(recipe_of(length) for length in sorted(ends, reverse=True)), recipe_of(min(ends), "fused_optimizer")]
+    metrics = {str(recipe): [ends[recipe.methods["budgeted_schedule"]["factor"]]] for recipe in recipes}
+    found = add_lengthened(recipes, ITEMS, few_runs(), lambda recipe: metrics[str(recipe)])
+    assert found == recipe_of(longer, "fused_optimizer"), "an exact method changes no length"
+    lengths = [recipe.methods["budgeted_schedule"]["factor"] for recipe in recipes]
+    assert lengths == sorted(lengths, reverse=True)
 
 
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [
         ({0.3: 0.951, 0.4: 0.97}, [0.4, 0.6]),
-        ({0.3: 0.97, 0.4: 0.97}, [0.3, 0.6]),
-        ({0.3: 0.951, 0.4: 0.951, 0.8: 0.97}, [0.6]),
+        ({0.3: 0.97, 0.4: 0.97}, [0.3, 0.4]),
+        ({0.3: 0.951, 0.4: 0.951, 0.8: 0.97}, [0.6, 0.8]),
     ],
 )
 def test_recipe_that_ended_clearly_better_is_confirmed_before_a_shorter_one(ends, expected):
-    """And before the one that trains twice as long as the shortest; one that trains longer than that is not."""
+    """And, of two, the one that was made longer."""
     of_length = {
         length: Recipe({"budgeted_schedule": {"factor": length, "peak": BEST_PEAK}}) for length in (0.8, 0.6, 0.4, 0.3)
     }
     recipes = [recipe for length, recipe in of_length.items() if length in ends or length == 0.6]
-    runs = [{"metric": METRIC + difference} for difference in (-0.003, 0.0, 0.003)]
-    baseline = Baseline([0, 1, 2], runs, TARGET, MARGIN, True, [0, 1, 2])
+    baseline = few_runs()
     complete = {(str(of_length[length]), 0, 1.0): {"metric": metric} for length, metric in ends.items()}
     study = SimpleNamespace(complete=complete, horizon=1.0)
     assert [*_easiest_to_prove(study, recipes, of_length[0.6], baseline)] == [of_length[length] for length in expected]

@@ -31,13 +31,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """List all methods, or describe the one that is named."""
+    from hasten.engine.devices import pick_device
+
+    device = pick_device(options.device).partition(":")[0]  # once: it may warn
     if options.name is None:
         table = page("terminal_methods", "methods_table")
-        return CommandResult({"methods": _catalogue(options.device)}, lambda result: table(result["methods"]))
-    return CommandResult(_description(options.name, options.device), page("terminal_methods", "method_page"))
+        return CommandResult({"methods": _catalogue(device)}, lambda result: table(result["methods"]))
+    return CommandResult(_description(options.name, device), page("terminal_methods", "method_page"))
 
 
-def _catalogue(device: str | None) -> list[dict]:
+def _catalogue(device: str) -> list[dict]:
     """One row per method. ``not_here`` is the reason why it cannot work on this machine, or None."""
     from hasten.engine.registry import method_class, method_names
 
@@ -54,7 +57,7 @@ def _catalogue(device: str | None) -> list[dict]:
     ]
 
 
-def _description(name: str, device: str | None) -> dict:
+def _description(name: str, device: str) -> dict:
     """Card, options, order, conflicts and records of one method, as plain data for ``method_page``."""
     from hasten.core.method import hooks_of
     from hasten.engine.registry import method_class
@@ -143,12 +146,9 @@ def _records(name: str) -> list[dict]:
     ]
 
 
-def _not_here(card: Card, device: str | None) -> str | None:
+def _not_here(card: Card, device: str) -> str | None:
     """Why the method cannot work on this machine, or None. Requirements on the task are checked by `diagnose`."""
-    from hasten.engine.devices import pick_device
-
-    device_type = pick_device(device).partition(":")[0]
     for fact, reason in (("cuda", "for an NVIDIA GPU"), ("cpu", "for the CPU")):
-        if fact in card.applies_to and fact != device_type:
+        if fact in card.applies_to and fact != device:
             return reason
     return None

@@ -57,7 +57,7 @@ def better_storages(
     candidates = [to for to in CANDIDATES.get(kind, ()) if resize or (kind, to) != ("webdataset", "webdataset")]
     deadline, results = time.perf_counter() + budget, []
     seconds = budget / (3 * max(1, len(candidates)))  # a third each for writing, for reading and in reserve
-    sample = _sample(replace(reader, fill=0), median(before), seconds)
+    sample = replace(_sample(reader, median(before), seconds), fill=0)  # as --fill 0 does
     with temporary_directory() as directory:
         for to in candidates:
             left = deadline - time.perf_counter()
@@ -65,7 +65,7 @@ def better_storages(
                 break
             on_progress(f"trying {to}", 0.3 + 0.7 * (1 - left / budget), left)
             with suppress(ConfigurationError, BadRow):  # a format that cannot express the data is not advised
-                row_bytes, rates = _try_format(sample, to, directory / to, seconds)
+                row_bytes, rates = _try_format(sample, to, directory / to, seconds, reader.fill)
                 after = [limit_by_disk(rate, row_bytes, disk) for rate in rates]
                 fill = 0 if to == "rows" and _has_missing_values(sample) else None
                 several = len(before) > 1 or len(after) > 1
@@ -105,8 +105,11 @@ def _has_missing_values(sample: RowReader) -> bool:
     return any(table.column(name).null_count for table in tables for name in table.column_names)
 
 
-def _try_format(sample: RowReader, to: str, directory: Path, seconds: float) -> tuple[float, list[float]]:
-    """Stores the sample in ``directory`` as format ``to``: (bytes per row, measurements of rows/s when read back)."""
+def _try_format(sample: RowReader, to: str, directory: Path, seconds: float, fill: Any) -> tuple[float, list[float]]:
+    """Stores the sample in ``directory`` as format ``to``: (bytes per row, measurements of rows/s when read back).
+
+    ``fill`` replaces the values that are missing in what was stored.
+    """
     with translate_disk_errors(directory, DISK_ADVICE):
         directory.mkdir()
         plan = ShardPlan(sample, directory, 1)
@@ -114,7 +117,7 @@ def _try_format(sample: RowReader, to: str, directory: Path, seconds: float) -> 
         plan.done.append((writer.write(0, lambda rows: None).rows, ""))
         writer.finish()
     files = sorted(str(file) for file in directory.iterdir())
-    table_options: dict[str, Any] = {"target": sample.target, "fill": 0} if FORMATS[to].is_table else {}
+    table_options: dict[str, Any] = {"target": sample.target, "fill": fill} if FORMATS[to].is_table else {}
     resize = sample.resize if to == "webdataset" else None
     stored = RowReader(FORMATS[to], files, files, **table_options, resize=resize)
     rates = repeated_stage_rates(stored, seconds)["batches"]

@@ -152,15 +152,17 @@ def _write_missing(to: str, plan: ShardPlan, manifest: dict, on_progress: Progre
         with translate_disk_errors(plan.directory, RESUME_ADVICE):
             writer = WRITERS[to](plan)
             return _write_parts(writer, plan, manifest, on_progress)
-    except ConfigurationError:
+    except (ConfigurationError, BadRow) as error:
         if not plan.done:
             _remove_output(plan.directory)
             with suppress(OSError):
                 plan.directory.rmdir()
-        raise
-    except BadRow as bad_row:
-        advice = "repair it, or remove it, and start again, or skip some bad rows: --max-bad-rows 10"
-        raise RunError(f"{bad_row}; {advice}") from None
+        if isinstance(error, ConfigurationError):
+            raise
+        # parts that exist are those of the original as it was, without skipped rows
+        start = "with another --out" if plan.done else "again"
+        advice = f"repair it, or remove it, and start {start}, or skip some bad rows: --max-bad-rows 10"
+        raise RunError(f"{error}; {advice}") from None
 
 
 def _write_parts(writer: Writer, plan: ShardPlan, manifest: dict, on_progress: ProgressCallback) -> int:

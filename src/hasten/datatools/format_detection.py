@@ -113,7 +113,7 @@ def open_pipeline(
     where: str | Path | list[str],
     *,
     target: str | None = None,
-    fill: float | None = None,
+    fill: Any = None,
     resize: int | tuple[int, int] | None = None,
     every_member: bool = False,
 ) -> Pipeline:

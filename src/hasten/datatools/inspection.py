@@ -92,9 +92,11 @@ def inspect(
         sample = [*originals]
         fraction = 1.0 if sample_bytes is None else sample_bytes / size
         where = plain(path) if kind.name == "images" and Path(plain(path)).is_dir() else sample
-        fill = 0 if kind.is_table else None  # which numbers are missing does not change the speed
-        reader = _with_common_size(RowReader(kind, where, sample, target, fill, faults=faults))
+        reader = RowReader(kind, where, sample, target, faults=faults)
         try:
+            if kind.is_table:  # which values are missing does not change the speed
+                reader = replace(reader, fill=reader.source.any_fill())
+            reader = _with_common_size(reader)
             if not reader.rows:
                 raise ConfigurationError(f"{path} holds no rows")
         except ConfigurationError as error:  # names the user's file, not the temporary one with its first lines

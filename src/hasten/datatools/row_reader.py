@@ -39,7 +39,7 @@ class RowReader:
     where: str | list[str]  # what is opened: the directory, a pattern, or the files
     files: list[str]  # paths of all files
     target: str | None = None  # of a table, as in ``parquet``
-    fill: float | None = None  # of a table, as in ``parquet``
+    fill: Any = None  # of a table, as in ``parquet``
     # the side of images in pixels, or (height, width); None keeps their size
     resize: int | tuple[int, int] | None = None
     max_rows: int | None = None  # read only this many rows from the beginning; None for all

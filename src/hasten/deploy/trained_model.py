@@ -22,7 +22,7 @@ from hasten.core.task import Task
 from hasten.core.types import Batch
 from hasten.deploy.onnx_model import OnnxModel
 from hasten.engine.error_messages import explain_error
-from hasten.engine.metrics import MetricAccumulator, higher_is_better, logits_of
+from hasten.engine.metrics import MetricAccumulator, higher_is_better, logits_of, name_of
 from hasten.engine.plan import Program, build
 from hasten.engine.tasks import TaskRef, workload_names
 from hasten.utils.batch import TARGET_NAMES, batch_size, target_of
@@ -139,9 +139,12 @@ class TrainedModel:
 
     def _loss(self, output: Any, target: Any, is_needed: bool) -> torch.Tensor:
         """The task's loss; NaN if the model computes its own, or if it fails, such as one that needs more than the
-        logits, and is not needed for the metric.
+        logits; RunError if the metric needs it.
         """
         if self.task.loss is None:
+            if is_needed:
+                what = f"the metric {name_of(self.task)} of {self.task.name} is a loss that the model computes itself"
+                raise RunError(f"{what}; an exported model returns logits alone: give Task(loss=) or another metric")
             return torch.tensor(math.nan)
         try:
             with self._explained("loss"):
@@ -262,7 +265,7 @@ def _first_output(trained: TrainedModel) -> Any:
     try:
         with torch.inference_mode():
             output = trained.model.output(*inputs)
-    except TypeError as error:
+    except Exception as error:  # whatever a model raises that needs its target
         problem = f"the model of {name} cannot be called with the inputs of a batch alone, without the target"
         raise RunError(f"{problem}: {format_error(error)}; give the target a default of None") from None
     if not isinstance(logits_of(output), torch.Tensor):

@@ -78,7 +78,7 @@ class ScriptRef(TaskRef):
         script = _script_of(argv, directory) if _is_python(argv[0]) else _script_among(argv[1:], directory)
         name = re.sub(r"\.(py|sh)$", "", os.path.basename(script or argv[0]))
         file = os.path.join(directory, script) if script and script.endswith(".py") else None
-        names = tuple(map(name_of_argument, vary or ()))
+        names = tuple(map(name_of_argument, [vary] if isinstance(vary, str) else vary or ()))
         return ScriptRef(name or argv[0], file, None, tuple(argv), directory, environment, metric, names)
 
     def load(self) -> NoReturn:
@@ -214,6 +214,5 @@ def _script_of(argv: Sequence[str], directory: str) -> str:
 
 def _script_among(arguments: Sequence[str], directory: str) -> str | None:
     """The script that a starter such as ``bash``, ``torchrun`` or ``accelerate launch`` is given; None without one."""
-    scripts = [argument for argument in arguments if argument.endswith((".py", ".sh"))]
-    existing = (script for script in scripts if os.path.isfile(os.path.join(directory, script)))
-    return next(existing, next(iter(scripts), None))
+    scripts = (argument for argument in arguments if argument.endswith((".py", ".sh")))
+    return next((script for script in scripts if os.path.isfile(os.path.join(directory, script))), None)

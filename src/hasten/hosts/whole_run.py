@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from bisect import bisect_right
+from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -88,12 +89,17 @@ def seen_metric(script: ScriptRef, process: ScriptProcess, described: dict[str, 
     if found is None:
         return nothing | {"why": "the script has printed and logged no number that looks like a metric so far"}
     if isinstance(found, Found):
-        return nothing | {"name": found.name, "direction": found.direction, "values": found.values}
+        return nothing | {"name": found.name, "direction": found.direction, "values": _finite(found.values)}
     seen = {"candidates": list[dict[str, Any]](), "why": str(question(found))}
     for one in found.candidates:
         direction = meaning_of(one.name).direction
-        seen["candidates"].append({"name": one.name, "direction": direction, "values": one.values})
+        seen["candidates"].append({"name": one.name, "direction": direction, "values": _finite(one.values)})
     return nothing | seen
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    """The values that JSON can hold: a loss may be infinite for a while."""
+    return [value for value in values if math.isfinite(value)]
 
 
 def metric_at_end(script: ScriptRef, process: ScriptProcess, described: dict[str, Any]) -> Found | None:

@@ -1,6 +1,7 @@
 """``diagnose``: where the time of a task's real steps goes, what causes it, and what each phase could give at most."""
 
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from hasten.benchmarking.arm import warm_up_steps
 from hasten.core.card import PHASES, REMEDIES
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError, ProgressWarning, RunError
 from hasten.core.progress import ProgressCallback, no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.devices import pick_device
@@ -22,7 +23,7 @@ from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_ope
 from hasten.profiling.step_profile import StepProfile, profile_steps
 from hasten.profiling.verdict import memory_sentence, possible_gains, verdict_of
 from hasten.reporting.result_schema import DetectedMetric, DiagnoseResult, DriftRow, Interval, NotAdvised
-from hasten.utils.durations import parse_budget
+from hasten.utils.durations import format_duration, parse_budget
 
 PROFILE_SHARE, INPUT_SHARE, DRIFT_SHARE = 0.6, 0.1, 0.2  # of the budget; the rest is for building the run
 
@@ -72,6 +73,9 @@ def diagnose(
     task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
     task.begin("command")  # unless it is a part of a search
     task.check_recipe(recipe)
+    if task.command and deadline is None:
+        what = f"{task} starts first; the {format_duration(budget)} of the measurement begin after its first steps"
+        warnings.warn(what, ProgressWarning, stacklevel=2)
     if ops:
         check_lower_precision(recipe)
         if processes > 1:

@@ -20,11 +20,6 @@ def seconds(value: float | None) -> str:
     return _two_units(rounded, "min", "s") if rounded < 3600 else _two_units(round(value / 60), "h", "min")
 
 
-def seconds_between(low: float | None, high: float | None) -> str:
-    """``4 h 50 min to 5 h 40 min``; an en dash if an end is unknown."""
-    return UNKNOWN if low is None or high is None else f"{seconds(low)} to {seconds(high)}"
-
-
 def ratio(value: float | None) -> str:
     """A ratio as text: ``1.04x``, ``23x``, with a true multiplication sign; an en dash for None."""
     return UNKNOWN if value is None else f"{_ratio_digits(value)}{TIMES}"
@@ -37,14 +32,10 @@ def with_interval(interval: Mapping[str, float | None]) -> str:
 
 
 def between(interval: Mapping[str, float | None]) -> str:
-    """``4.6 to 5.7x`` of an interval with ``low`` and ``high``; one-sided if one end is unknown."""
+    """``4.6 to 5.7x`` of an interval with ``low`` and ``high``; an en dash if they are unknown."""
     low, high = interval["low"], interval["high"]
-    if low is None and high is None:
+    if low is None or high is None:
         return UNKNOWN
-    if high is None:
-        return f"at least {ratio(low)}"
-    if low is None:
-        return f"at most {ratio(high)}"
     if low < 1.995 <= high < 9.995:  # both ends with as many digits as the smaller one needs
         return f"{low:.2f} to {high:.2f}{TIMES}"
     return f"{_ratio_digits(low)} to {ratio(high)}"
@@ -130,6 +121,11 @@ def train_command(
     if command:
         return f"{shlex.join(['hasten', 'train', *recipe, *outside])} -- {command}"
     return shlex.join(["hasten", "train", task, *recipe, *outside, *job])
+
+
+def sentence_case(text: str) -> str:
+    """The text with a capital letter first; other letters stay, such as those of AUC."""
+    return text[:1].upper() + text[1:]
 
 
 def shorten(text: str, length: int) -> str:

@@ -221,7 +221,8 @@ def _templates() -> Environment:
     for name in ("seconds", "ratio", "metric", "plain", "count", "percent", "loss_percent"):
         environment.globals[name] = _with_fixed_spaces(getattr(formatting, name))
     functions = (charts.phase_class, charts.ratio_mark, small_mark, has_quality, legend, operation_groups)
-    for function in (*functions, formatting.between, formatting.peak_memory, formatting.file_size):
+    texts = (formatting.between, formatting.peak_memory, formatting.file_size, formatting.sentence_case)
+    for function in (*functions, *texts):
         environment.globals[function.__name__] = function
     environment.globals |= {"view": view_model, "evidence_levels": EVIDENCE_LEVELS}
     environment.globals |= {"breakable": _breakable, "with_code": _with_code}

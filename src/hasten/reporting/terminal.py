@@ -37,7 +37,7 @@ def tune_answer(result: Json) -> RenderableType:
         f"Evidence: {evidence}." if won and evidence else "",
         *frontier_table(view_model.frontier_rows(result)),
         Text(),
-        pairs([*(_won_facts(result) if won else _best_trial(result)), *_facts(result)]),
+        pairs([*(_won_facts(result) if won else ()), *_facts(result)]),
         *shares,
         *_unsuccessful(result["trials"]),
         *[
@@ -154,7 +154,7 @@ def train_answer(result: Json) -> RenderableType:
         *_effects(result["effects"]),
         ("directory", result["out"]),
     ]
-    return stack(headline(f"{name.capitalize()} {final}", result["task"], True), pairs(rows))
+    return stack(headline(f"{formatting.sentence_case(name)} {final}", result["task"], True), pairs(rows))
 
 
 def advice_table(advice: Sequence[Json]) -> list[RenderableType]:
@@ -183,14 +183,6 @@ def _won_facts(result: Json) -> list[tuple[str, str]]:
         tuned, baseline = (formatting.metric(quality[arm], metric["unit"]) for arm in ("tuned", "baseline"))
         rows.append((metric["name"] or "metric", f"{tuned}, baseline {baseline}"))
     return [*rows, *_effects(result["effects"])]
-
-
-def _best_trial(result: Json) -> list[tuple[str, str]]:
-    """The fastest trial that was not adopted, of a search without a frontier."""
-    best = None if result["frontier"] else view_model.best_trial(view_model.unsuccessful(result["trials"]))
-    if best is None:
-        return []
-    return [("best trial", f"{best['what']}, {formatting.with_interval(best['ratio'])}: {best['verdict']}")]
 
 
 def _facts(result: Json) -> list[tuple[str, str]]:

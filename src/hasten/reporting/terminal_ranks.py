@@ -5,7 +5,7 @@ from rich.text import Text
 
 from hasten.core.card import PHASES
 from hasten.reporting import formatting
-from hasten.reporting.formatting import file_size
+from hasten.reporting.formatting import file_size, sentence_case
 from hasten.reporting.rich_layout import DIM, grid, headline, indented, pairs
 from hasten.reporting.terminal import advice_table
 from hasten.reporting.view_model import Json
@@ -23,7 +23,7 @@ def ranks_answer(result: Json) -> RenderableType:
     straggler, verdict = result["straggler"], result["verdict"]
     parts = [headline(f"Where a step of {result['processes']} processes goes", result["task"], False), Text(verdict)]
     if straggler and straggler["sentence"][1:] not in verdict:
-        parts.append(Text(f"{straggler['sentence'].capitalize()}."))
+        parts.append(Text(f"{sentence_case(straggler['sentence'])}."))
     note = "  waits: for the slowest rank, before gradients are averaged; waiting and averaging are part of backward"
     parts += [Text(), indented(_ranks(result)), Text(), pairs(_facts(result)), Text(note, DIM)]
     return Group(*parts, *advice_table(result["advice"]))

@@ -126,7 +126,9 @@ def _training_sentence(result: Json) -> str:
         return ""
     source = "measured" if result["training_measured"] else "predicted from measured steps"
     ratio = {"median": baseline / tuned, "low": baseline / high, "high": baseline / low}
-    return f"A whole training takes {formatting.seconds_between(low, high)}, {source}: {_faster(ratio)}."
+    return (
+        f"A whole training takes {formatting.seconds(low)} to {formatting.seconds(high)}, {source}: {_faster(ratio)}."
+    )
 
 
 def _target_sentence(result: Json) -> str:

@@ -10,7 +10,7 @@ from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import surest
-from hasten.tuning.study import EXACT, SHORT_COMPARISON_SECONDS, Study, changes_training, exactness_of
+from hasten.tuning.study import EXACT_CLASSES, SHORT_COMPARISON_SECONDS, Study, changes_training, exactness_of
 from hasten.tuning.systems import (
     LONGER,
     LONGER_COMPARISON,
@@ -38,7 +38,7 @@ def leave_one_out(study: Study, incumbents: Incumbents, samples: float, baseline
     found: list[dict] = []
     while len(incumbents.best.methods) > 1 and (measured := contributions(study, incumbents.best, samples, baseline)):
         found = measured
-        unproven = [row for row in found if _is_unproven(row["speedup"], exactness_of(row["method"]) in EXACT)]
+        unproven = [row for row in found if _is_unproven(row["speedup"], exactness_of(row["method"]) in EXACT_CLASSES)]
         unproven = [row for row in unproven if not _ends_better(study, incumbents.best, row["method"], baseline)]
         if not unproven:
             break
@@ -114,7 +114,7 @@ def _samples_on_seeds(
     without the method was stopped: after LONGEST times the seconds of the other one. Else they count the whole runs.
     The second result is None unless both train equally many on every seed.
     """
-    counts, equal, seeds = Counts([], []), list[float](), baseline.seeds if baseline else [study.seed]
+    counts, equal, seeds = Counts([], []), list[float](), baseline.search_seeds if baseline else [study.seed]
     (name,) = recipe.methods.keys() - without.methods.keys()
     if baseline and length_option(name) and "failed" not in (full := study.known_run(recipe, seeds[0])):
         whole, shorter = baseline.runs[0]["samples"], full["samples"]
@@ -152,7 +152,7 @@ def _ends_better(study: Study, recipe: Recipe, name: str, baseline: Baseline | N
     if baseline is None or exactness_of(name) is not Exactness.CHANGES_TRAINING:
         return False
     with suppress(OutOfBudgetError):
-        arms = [[study.run(each, seed) for seed in baseline.seeds] for each in (recipe, recipe.drop(name))]
+        arms = [[study.run(each, seed) for seed in baseline.search_seeds] for each in (recipe, recipe.drop(name))]
         full, reduced = (fmean(run.get("metric", math.nan) for run in runs) for runs in arms)
         return (full - reduced if baseline.higher_is_better else reduced - full) >= baseline.margin
     return True  # unknown

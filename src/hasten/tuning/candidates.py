@@ -14,7 +14,6 @@ from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, make_methods, method_class
 from hasten.profiling.advise import amdahl, remedy_options
-from hasten.tuning.study import EXACT
 from hasten.tuning.systems import Candidate, candidate
 from hasten.tuning.varied_arguments import sets_arguments, with_varied
 
@@ -87,7 +86,7 @@ def candidates_for(
     varied: Mapping[str, float] | None = None,
     processes: int = 1,
 ) -> Candidates:
-    """The candidates in the order in which to try them (``_order``): cheap proofs and high bounds first.
+    """The candidates in the order in which to try them, see ``_order``.
 
     The ``advice`` of the diagnosis holds the upper bounds of speed-ups, its ``not_advised`` the reasons for methods
     that are not tried. ``refusal`` returns why a recipe cannot run where the task's loop is, such as in a script, or
@@ -174,16 +173,14 @@ def strong_baselines(device: str, cores: int, facts: frozenset[str] = frozenset(
 
 
 def _order(item: Candidate) -> tuple:
-    """Sort key: what the user offered first, then exact methods, strategies (all others are measured with them), ...
+    """Sort key of candidates of one stage: what the user offered first, then remedies, strategies, ...
 
-    ... methods with a quick start, methods that the strong baseline has not measured already, high bounds and gains.
+    ... (all others are measured with them), methods with a quick start, methods that the strong baseline has not
+    measured already, high bounds and gains.
     """
     card = item.card
-    classes = (*EXACT, Exactness.REDUCED_PRECISION, Exactness.CHANGES_TRAINING)
-    exactness = 0 if card.exactness in EXACT else classes.index(card.exactness)
     return (
         not item.offered,
-        exactness,
         not item.is_remedy,
         "full_weights" in card.invalidates,  # more communication: pays only if the model does not fit otherwise
         "parallelize" not in card.replaces,

@@ -10,6 +10,7 @@ Exact recipes are none of them: their check and their interleaved comparison are
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from statistics import fmean
 
@@ -23,7 +24,7 @@ from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.confirmation import SUBSTITUTED, Confirmation, compute_speedups, misses_target
 from hasten.tuning.finding import SURELY_FASTER
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
-from hasten.tuning.study import EXACT, Study, exactness_of
+from hasten.tuning.study import EXACT_CLASSES, Study, exactness_of
 from hasten.tuning.systems import ROUNDS, disturbance, is_disturbed, loosest_exactness
 from hasten.tuning.time_to_target import time_to_target
 from hasten.tuning.training import SEED_STEP, Baseline, Substitute, length_option
@@ -42,6 +43,7 @@ def confirm(
     tested: Sequence[Recipe] = (),
     after_look: Callable[[list[Confirmation]], None] = lambda attempts: None,
     first: Sequence[Recipe] = (),
+    rest: float = 0.0,
 ) -> list[Confirmation]:
     """Trains ``recipes``, each faster than the one before it, on fresh seeds and judges them; notes every attempt.
 
@@ -50,7 +52,8 @@ def confirm(
     ``tested`` are the recipes that the search has tried to confirm before, as often as it has: they make the gate
     stricter. ``after_look`` is called with all attempts after each look. ``first``: the recipes that are looked at
     before the fastest one, in this order, with the largest parts of the error. The part of a recipe that passes goes to
-    the others: a closed test, so that the chance of any harmful one to pass stays below the error.
+    the others: a closed test, so that the chance of any harmful one to pass stays below the error. ``rest``: seconds of
+    the budget, at most half of those left, that are reserved for the caller once a recipe has passed.
     """
     no_seed, looks = gate.not_passed("no seed was run", baseline.margin), _affordable_looks(study, baseline, seconds)
     if not _saves_time(baseline.substitute, LOOKS[looks - 1] - len(baseline.runs)):
@@ -60,17 +63,24 @@ def confirm(
     first = [recipe for recipe in first if recipe in finalists] or finalists[:1]
     known = list(dict.fromkeys(map(str, [*tested, *first, *finalists])))
     attempts = [Confirmation(recipe, no_seed, most_looks=looks) for recipe in finalists]
+    after_proof = ExitStack()
     try:
         while (index := _next(attempts, first)) is not None:
             attempt = attempts[index]
             passed = {str(one.recipe) for one in attempts if one is not attempt and one.gate.passed and not one.missed}
             rank = [name for name in known if name not in passed].index(str(attempt.recipe))
             attempt.confidence = gate.confidence_of(rank, looks, earlier=list(tested).count(attempt.recipe))
-            _look(study, attempt, baseline, seconds, pace_of=_of_same_pace(attempt.recipe, finalists))
+            waiting = sum(not one.looks for one in attempts if one is not attempt)
+            pace_of = _of_same_pace(attempt.recipe, finalists)
+            _look(study, attempt, baseline, seconds, pace_of, waiting, rest)
             after_look(attempts)
+            if attempt.passed and not passed:
+                after_proof.enter_context(study.budget.reserve(rest))
         ended = "the last look leaves it in doubt"
     except OutOfBudgetError:
         ended = "the budget ended before it was proven"
+    finally:
+        after_proof.close()
     for index, attempt in enumerate(attempts):
         if attempt.comparison and not attempt.over:
             why = ended if _worth_proving(index, attempts) else "another recipe that passed is as fast, or nearly"
@@ -132,7 +142,9 @@ def _finalists(recipes: list[Recipe], first: Sequence[Recipe] = ()) -> list[Reci
 
 def quality_risks(recipe: Recipe) -> Recipe:
     """The recipe without hasten's own exact methods: what may cost quality. The card of any other is not trusted."""
-    return recipe.drop(*(name for name in recipe.methods if comes_with_hasten(name) and exactness_of(name) in EXACT))
+    return recipe.drop(
+        *(name for name in recipe.methods if comes_with_hasten(name) and exactness_of(name) in EXACT_CLASSES)
+    )
 
 
 def _next(attempts: list[Confirmation], first: Sequence[Recipe]) -> int | None:
@@ -179,11 +191,20 @@ def _worth_proving(index: int, attempts: list[Confirmation]) -> bool:
     return not faster_passed and (gain is None or gain.median > WORTH_PROVING * passed)
 
 
-def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: float, pace_of: Recipe) -> None:
+def _look(
+    study: Study,
+    attempt: Confirmation,
+    baseline: Baseline,
+    seconds: float,
+    pace_of: Recipe,
+    waiting: int,
+    rest: float,
+) -> None:
     """Compares the speed of an attempt, runs more paired seeds and judges them, also where the budget ends in between.
 
     Stores all of it in the attempt. ``pace_of``: a recipe of the same steps, whose speed is measured in its place, so
-    that two recipes which differ in the length only are compared once.
+    that two recipes which differ in the length only are compared once. Runs of the recipe alone leave enough of the
+    budget for a first look at ``waiting`` other recipes, and ``rest`` seconds.
     """
     pairs = LOOKS[attempt.looks]
     attempt.comparison = _compare(study, Recipe(), pace_of, seconds)
@@ -195,6 +216,10 @@ def _look(study: Study, attempt: Confirmation, baseline: Baseline, seconds: floa
     attempt.looks += 1
     try:
         why = _run_pairs(study, attempt, pairs, baseline)
+        if not why and not _ends_worse(attempt, baseline):  # else further runs would only say so more surely
+            of_run = fmean(run["trial_seconds"] for run in attempt.tuned_runs.values())
+            spare = (study.budget.left_for_new() - rest) / of_run - waiting * MIN_SEEDS
+            why = _run_further(study, attempt, min(pairs * _further_per_pair(attempt), max(0, int(spare))), baseline)
     except OutOfBudgetError:
         _judge(attempt, baseline)
         raise
@@ -208,13 +233,16 @@ def _compare(study: Study, a: Recipe, b: Recipe, seconds: float, salt: str = "co
 
 
 def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline) -> str | None:
-    """Runs both arms on ``pairs`` seeds, and a cheap recipe on further ones. Returns why the recipe lost, or None."""
+    """Runs both arms on ``pairs`` seeds. Returns why the recipe lost, or None."""
     for seed in fresh_seeds(study.seed, pairs):
         if seed not in attempt.paired and (why := _run_pair(study, attempt, seed, baseline)):
             return why
-    if _ends_worse(attempt, baseline):
-        return None  # further runs of the recipe alone would only say so more surely
-    for seed in further_seeds(study.seed, pairs * _further_per_pair(attempt)):
+    return None
+
+
+def _run_further(study: Study, attempt: Confirmation, count: int, baseline: Baseline) -> str | None:
+    """Runs a cheap recipe alone, on so many further seeds. Returns why it lost, or None."""
+    for seed in further_seeds(study.seed, count):
         attempt.tuned_runs[seed] = run = study.run(attempt.recipe, seed)
         if "failed" in run:
             return f"seed {seed}: {run['failed']}"
@@ -318,8 +346,9 @@ def _judge(attempt: Confirmation, baseline: Baseline) -> None:
     """
     if not attempt.paired:
         return
-    known = dict(zip(baseline.run_seeds, baseline.runs, strict=True))
-    original = attempt.baseline_runs | {seed: run for seed, run in known.items() if seed not in attempt.baseline_runs}
+    original = attempt.baseline_runs | {
+        seed: run for seed, run in baseline.by_seed.items() if seed not in attempt.baseline_runs
+    }
     before, after = gate.final_metrics(original, attempt.tuned_runs, baseline.margin, baseline.higher_is_better)
     result = attempt.gate = gate.quality_gate(
         {seed: before[seed] for seed in attempt.baseline_runs},

@@ -12,7 +12,7 @@ from typing import Any
 from hasten.core.card import FACTS
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import DISTRIBUTED, cards_that_state, method_class
-from hasten.tuning.study import EXACT, exactness_of
+from hasten.tuning.study import EXACT_CLASSES, exactness_of
 
 TABLE = Path(__file__).with_name("experience.toml")
 LARGE_SHARE = 0.15  # of the time of a step, from which a phase counts as large
@@ -62,7 +62,7 @@ def is_exact(recipe: Recipe) -> bool:
 
 def exact_part(recipe: Recipe) -> Recipe:
     """The recipe without the methods that change the numbers more than by rounding."""
-    return recipe.drop(*(name for name in recipe.methods if exactness_of(name) not in EXACT))
+    return recipe.drop(*(name for name in recipe.methods if exactness_of(name) not in EXACT_CLASSES))
 
 
 def compared_words(facts: Iterable[str], phases: Mapping[str, float]) -> frozenset[str]:

@@ -15,15 +15,18 @@ too few for a model of the objective to learn from.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
+from hasten.tuning.confirm import quality_risks
 from hasten.tuning.study import Study
 from hasten.tuning.systems import (
     Candidate,
@@ -40,6 +43,8 @@ KEPT_SHARE = 1 / 2  # of the points, that train longer
 LONGER = 2.0  # length / length before it
 LONGEST = 0.85  # of the length of the best recipe so far
 SHORTER = math.sqrt(1 / LONGER)  # the same, where the best recipe is shortened
+EASILY_PROVABLE = 3.0  # standard errors inside of the margin, of a length that was not trained
+STEPS = 20  # between two lengths
 
 Point = dict[tuple[str, str], float]  # (method, option) -> position from 0 to 1 in its range
 
@@ -184,25 +189,53 @@ def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseli
     return best
 
 
-def add_lengthened(recipes: list[Recipe], items: list[Candidate]) -> Recipe | None:
-    """Adds the last of the recipes with a training LONGER times as long, which ends better and is easier to prove.
+def add_lengthened(
+    recipes: list[Recipe], items: list[Candidate], baseline: Baseline, metrics: Callable[[Recipe], list[float]]
+) -> Recipe | None:
+    """Adds the last of the recipes with a longer training, which ends better and is easier to prove.
 
-    ``recipes`` are each faster than the one before it; the new one is put before those whose trainings are shorter.
-    Returns it; None if the last recipe sets no length, or hardly a shorter one than the task. ``items`` are those of
-    ``search_jointly``.
+    Its length is that at which the search would have seen it end clearly better than it must, where two lengths of this
+    recipe lie on both sides of it, else LONGER times the one that it has. ``recipes`` are each faster than the one
+    before it; the new one is put before those whose trainings are shorter. Returns it; None if the last recipe sets no
+    length, or hardly a shorter one than the task. ``items`` are those of ``search_jointly``; ``metrics`` gives the
+    final metrics of a recipe in the search.
     """
     found = Space(items).length
     if found is None or not recipes or found[0][0] not in recipes[-1].methods:
         return None
     (method, option), length = found
-    options = recipes[-1].methods[method]
-    if (now := options.get(option)) is None or LONGER * now / length.of > length.high:
+    last, now = recipes[-1], recipes[-1].methods[method].get(option)
+    if now is None:
         return None
-    value = length.times(LONGER * now / length.of)
-    recipe = recipes[-1].with_method(method, **{**options, option: value})
+
+    def of_length(recipe: Recipe, value: float) -> Recipe:
+        return recipe.with_method(method, **{**recipe.methods[method], option: value})
+
+    same = [each for each in recipes if method in each.methods and option in each.methods[method]]
+    same = [each for each in same if quality_risks(of_length(each, now)) == quality_risks(last)]
+    ends = {each.methods[method][option]: metrics(each) for each in same}
+    longer = _provable_length({value: fmean(end) for value, end in ends.items() if end}, baseline) or LONGER * now
+    value = length.times(longer / length.of)
+    if value <= now or value / length.of > length.high:
+        return None
     is_shorter = [each.methods.get(method, {}).get(option, math.inf) < value for each in recipes]
-    recipes.insert(is_shorter.index(True), recipe)
+    recipes.insert(is_shorter.index(True), recipe := of_length(last, value))
     return recipe
+
+
+def _provable_length(ends: dict[float, float], baseline: Baseline) -> float | None:
+    """The least length at which a training would end clearly better than it must, by the ``ends`` at other lengths.
+
+    Linear in the logarithm of the length between two neighbors; None where none of them ends so well, or all do.
+    """
+    for (short, worse), (long, better) in pairwise(sorted(ends.items())):
+        if baseline.as_good([better], surely=EASILY_PROVABLE):
+            if baseline.as_good([worse], surely=EASILY_PROVABLE):
+                return None
+            steps = [step / STEPS for step in range(1, STEPS + 1)]
+            good = (at for at in steps if baseline.as_good([worse + at * (better - worse)], surely=EASILY_PROVABLE))
+            return short * (long / short) ** next(good, 1.0)
+    return None
 
 
 def _effective(study: Study, base: Recipe, space: Space, length: float) -> Space:

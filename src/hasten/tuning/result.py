@@ -52,6 +52,7 @@ class SearchState:
     baseline: Baseline | None = None
     one_process: Ratio | None = None  # speed-up of the task's own training in one process over the job of several
     winner_in_one_process: Ratio | None = None  # the same of the winner, without its distributed methods
+    start_seconds: float = 0.0  # until the task was known; a search that is continued takes them again
     comparison_seconds: float = 0.0  # budget of a comparison of the confirmation
     strong_baseline: Recipe = field(default_factory=Recipe)  # what an experienced user sets by hand
     incumbents: Incumbents = field(default_factory=Incumbents)
@@ -77,11 +78,6 @@ class SearchState:
     def winner(self) -> Confirmation | None:
         """The confirmation of the winning recipe; None if no recipe passed."""
         return self.confirmation if self.confirmation is not None and self.confirmation.passed else None
-
-    def keep_faster(self, other: Confirmation | None) -> None:
-        """Sets ``confirmation`` to the ``other`` one if that passed and is faster than a winner that is there."""
-        if other is not None and other.passed and (self.winner is None or other.beats(self.winner)):
-            self.confirmation = other
 
     @property
     def one_process_is_faster(self) -> bool:
@@ -296,7 +292,7 @@ def _runs(baseline: Baseline | None, confirmation: Confirmation | None) -> Any:
         arms, paired = {"baseline": confirmation.baseline_runs, "tuned": confirmation.tuned_runs}, confirmation.paired
         seeds = {"baseline": paired, "tuned": paired}
     else:
-        runs = dict(zip(baseline.run_seeds, baseline.runs, strict=True)) if baseline else {}
+        runs = baseline.by_seed if baseline else {}
         arms = {"baseline": runs, "tuned": {}}
         seeds = {arm: list(runs) for arm, runs in arms.items()}
     own = {arm: {seed: run for seed, run in runs.items() if SUBSTITUTED not in run} for arm, runs in arms.items()}

@@ -27,7 +27,7 @@ from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.trial_store import TrialStore
 from hasten.utils.targets import first_sustained_target
 
-EXACT = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)  # classes that change the numbers by rounding at most
+EXACT_CLASSES = (Exactness.BIT_EXACT, Exactness.EQUIVALENT_MATH)  # they change the numbers by rounding at most
 SHORT_LOOKS = (6, 9, 14)  # pairs of blocks in a comparison of the search; the confirmation has more
 SHORT_COMPARISON_SECONDS = 12.0  # of a comparison of the search, where no others are given
 CHECK_SECONDS, CHECK_STEPS = 20.0, 3.6  # of an exactness check: steps where they are long, so that each arm does three

@@ -9,7 +9,7 @@ processes, because nothing that the search itself measures is reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
@@ -24,12 +24,12 @@ from hasten.core.card import Card, Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
 from hasten.engine.composition import check_conflicts, sort_methods
-from hasten.engine.effects import CHECK_FAILED, NO_EFFECT
+from hasten.engine.effects import NO_EFFECT
 from hasten.engine.registry import make_methods, method_class, takes_any_option
 from hasten.tuning import finding
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.finding import Finding
-from hasten.tuning.study import BASE_FAILED, EXACT, Study, exactness_of
+from hasten.tuning.study import BASE_FAILED, EXACT_CLASSES, Study, exactness_of
 from hasten.utils.durations import duration_option
 from hasten.utils.op_recorder import NOT_CHECKED
 
@@ -94,14 +94,13 @@ def try_compositions(
     no effect is tried again without these. ``samples`` and ``seconds`` are those of ``search_systems``.
     """
     for one in recipes:
-        recipe = one.drop(*without_effect(study, one))
-        while (merged := merge(incumbents.best, recipe)) != incumbents.best and not conflict_reason(merged):
+        for recipe in able_forms(study, one):
+            merged = merge(incumbents.best, recipe)
+            if merged == incumbents.best or conflict_reason(merged):
+                break
             if accepted := _try_recipe(study, incumbents.best, merged, str(recipe), samples, seconds):
                 incumbents.push(*accepted)
                 break
-            if (able := recipe.drop(*without_effect(study, recipe))) == recipe:
-                break
-            recipe = able
 
 
 def without_effect(study: Study, recipe: Recipe) -> list[str]:
@@ -112,6 +111,18 @@ def without_effect(study: Study, recipe: Recipe) -> list[str]:
         return any(reason in trial["why"] and member in trial["what"].split(" + ") for trial in study.trials)
 
     return [name for name, options in recipe.methods.items() if had_none(name, options)]
+
+
+def able_forms(study: Study, recipe: Recipe) -> Iterator[Recipe]:
+    """Yields the recipe without the methods that had no effect in a trial so far, as long as there are more of them.
+
+    For loops that try what this yields: after a trial that shows another method without an effect, it yields the recipe
+    without that one.
+    """
+    tried: Recipe | None = None
+    while (recipe := recipe.drop(*without_effect(study, recipe))) and recipe != tried:
+        yield recipe
+        tried = recipe
 
 
 def search_systems(
@@ -189,7 +200,7 @@ def _try_recipe(
     ratio = outcome["ratio"]
     if is_disturbed(outcome):  # the confirmation corrects it, or calls it an estimate
         outcome = {**outcome, "why": f"{outcome['why']}; {disturbance(outcome)}"}
-    if outcome["verdict"] != FASTER and not (exactness in EXACT and probably_faster(ratio)):
+    if outcome["verdict"] != FASTER and not (exactness in EXACT_CLASSES and probably_faster(ratio)):
         return note("no gain" if outcome["verdict"] == SAME else outcome["verdict"], outcome["why"])
     gain = run_speedup(outcome, samples)
     if gain < MIN_GAIN:
@@ -253,11 +264,6 @@ def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float
         return study.note(str(recipe), "confirmation", *check_verdict(check), seconds=spent)
     how: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "seconds": seconds}
     outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
-    while idle := _without_effect_in(outcome, recipe):  # which changed nothing in the check either
-        spent += outcome["trial_seconds"]
-        study.note(str(recipe), "confirmation", "no effect", outcome["failed"], seconds=spent)
-        spent, recipe = 0.0, recipe.drop(*idle)
-        outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
     longer = _longer_comparison(outcome, samples, seconds, is_last)
     to_start = sum(outcome.get("start_seconds", {}).values())
     if longer > outcome.get("seconds", 0.0) and longer + to_start < study.budget.left():
@@ -279,7 +285,7 @@ def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float
     study.note(str(recipe), "confirmation", verdict, f"{outcome['why']}; {why}", ratio=ratio, seconds=spent)
     if verdict == "refused":
         return None
-    level = finding.EXACT if exactness in EXACT else finding.PRECISION
+    level = finding.EXACT if exactness in EXACT_CLASSES else finding.PRECISION
     if check.get("statistics"):  # a training that is not reproducible proves nothing by its bits
         level = finding.ESTIMATED
     to_prove = finding.to_be_sure(speedup, outcome["seconds"])
@@ -327,13 +333,6 @@ def disturbance(outcome: dict[str, Any]) -> str:
         f"other programs used {others:.0f} % of the processors, and the recipe it is compared with ran "
         f"{slowdown:.1f} times slower than before, so an idle machine may show another ratio"
     )
-
-
-def _without_effect_in(outcome: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The methods for whose lack of an effect a comparison failed, if others remain and that lack is certain."""
-    failed = outcome.get("failed", "")
-    idle = [name for name in recipe.methods if f"{name} {NO_EFFECT}" in failed and CHECK_FAILED not in failed]
-    return idle if len(idle) < len(recipe.methods) else []
 
 
 def _compare_losses(outcome: dict, why: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ It divides the budget, calls the greedy search of ``systems.py``, and confirms a
 budget allows a few comparisons only, there is no search: the best guesses are measured.
 """
 
-from collections import deque
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,8 +14,8 @@ from hasten.benchmarking.blocks import MIN_PAIRS, block_steps
 from hasten.benchmarking.equivalence_runs import STEPS as CHECKED_STEPS
 from hasten.benchmarking.ratio import SLOWER, Ratio
 from hasten.core.card import Exactness
+from hasten.core.errors import ProgressWarning
 from hasten.core.recipe import Recipe
-from hasten.engine.effects import NO_EFFECT
 from hasten.engine.environment import cores
 from hasten.engine.registry import drop_distributed
 from hasten.tuning.ablation import leave_one_out
@@ -28,9 +28,11 @@ from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
 from hasten.tuning.systems import (
     AS_FAST,
     Candidate,
+    able_forms,
     add_or_replace,
     confirm_speed,
     conflict_reason,
+    failure_verdict,
     search_systems,
     try_compositions,
     whole_run_ratio,
@@ -67,11 +69,7 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
     is_followed = is_followed and state.run_seconds is not None
     if budget.left() < SEARCH_COMPARISONS * comparison_seconds(plan):
         return confirm_best_guess(study, state, is_followed)
-    fits = is_followed and budget.left() * (1 - SYSTEMS_SHARE) >= whole_runs_seconds(state, USUAL_SPEEDUP)
-    fits_short = budget.left() * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
-    fits_short = fits_short and study.task.can_be_shortened
-    share = SYSTEMS_SHARE if fits else SYSTEMS_SHARE_OF_LONG if fits_short else 1.0
-    share = share if is_followed else 1.0
+    share = _share_of_budget(study, state) if is_followed else 1.0
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
     exact, lower = _by_exactness(state.candidates, state.level)
     experienced = _exact_compositions(study, state)
@@ -89,18 +87,10 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
             search_systems(study, state.incumbents, quick, samples, screening)
             find_strong_baseline(study, state, samples, screening)
             search_systems(study, state.incumbents, [item for item in exact if item not in quick], samples, screening)
-            if not fits:  # else the whole recipe is measured so, once whole trainings have shown which it is
+            if share != SYSTEMS_SHARE:  # else the whole recipe is taken apart once trainings have shown which it is
                 state.contributions = leave_one_out(study, state.incumbents, samples)
                 state.ablated = state.incumbents.best
-    with budget.part(1.0):  # a trial may have taken more than the share, and what was found must not be lost
-        is_last = not lower and share == 1
-        seconds_to_confirm = _all_seconds(study, plan, seconds) if is_last else seconds
-        _add(state, found := confirm_speed(study, state.incumbents.recipes, samples, seconds_to_confirm, is_last))
-        good = found if found and found.speedup.median > SURELY_FASTER else None
-        if state.incumbents.best != (good.recipe if good else Recipe()):  # the confirmation has refused it
-            state.incumbents.recipes.append(good.recipe if good else Recipe())
-            state.incumbents.speedup = good.speedup if good else AS_FAST
-        state.save()
+    _confirm(study, state, state.incumbents.recipes, is_last=not lower and share == 1)
     if lower:
         before = len(state.incumbents.recipes)
         rest = budget.part(max(0.0, 1 - withheld / max(budget.left(), 1e-9)))
@@ -109,13 +99,36 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
                 together = [_able(study, one) for one in gpu_compositions(state.diagnosis.get("facts") or ())]
                 try_compositions(study, state.incumbents, together, samples, screening)
             search_systems(study, state.incumbents, lower, samples, screening)
-        with budget.part(1.0):
-            is_last = share == 1
-            seconds_to_confirm = _all_seconds(study, plan, seconds) if is_last else seconds
-            _add(state, confirm_speed(study, state.incumbents.recipes[before:], samples, seconds_to_confirm, is_last))
-            state.save()
+        if found := state.incumbents.recipes[before:]:
+            _confirm(study, state, found, is_last=share == 1)
     if budget.exhausted:
         note_not_tried(study, "systems", [*exact, *lower])
+
+
+def _share_of_budget(study: Study, state: SearchState) -> float:
+    """The part of the budget left for this stage where one with trainings follows: 1.0 if not even short ones fit."""
+    left = study.budget.left()
+    if left * (1 - SYSTEMS_SHARE) >= whole_runs_seconds(state, USUAL_SPEEDUP):
+        return SYSTEMS_SHARE
+    fits_short = left * (1 - SYSTEMS_SHARE_OF_LONG) >= SHORT_RUNS * MIN_SHORT_RUN_S
+    return SYSTEMS_SHARE_OF_LONG if fits_short and study.task.can_be_shortened else 1.0
+
+
+def _confirm(study: Study, state: SearchState, recipes: list[Recipe], is_last: bool) -> None:
+    """Measures the best of the recipes again, in ``state``; one that it refuses is no base of the methods that follow.
+
+    With all that is left of the budget: a trial may have taken more than the share of the search, and what was found
+    must not be lost. ``is_last``: as for ``confirm_speed``.
+    """
+    with study.budget.part(1.0):
+        seconds = _all_seconds(study, state.plan, state.comparison_seconds) if is_last else state.comparison_seconds
+        _add(state, found := confirm_speed(study, recipes, state.samples, seconds, is_last))
+        good = found if found and found.speedup.median > SURELY_FASTER else None
+        base, speedup = (good.recipe, good.speedup) if good else (Recipe(), AS_FAST)
+        if state.incumbents.best != base:
+            state.incumbents.recipes.append(base)
+            state.incumbents.speedup = speedup
+        state.save()
 
 
 @contextmanager
@@ -183,7 +196,7 @@ def whole_runs_seconds(state: SearchState, speedup: float) -> float:
 
 def _confirmation_overhead(plan: dict[str, Any]) -> float:
     """Seconds that a confirmation takes besides its rounds: it builds the first pair, and checks the exactness."""
-    return 2 * _seconds_to_build(plan) + _check_seconds(plan)
+    return 2 * seconds_to_build(plan) + _check_seconds(plan)
 
 
 def _check_seconds(plan: dict[str, Any], is_first: bool = True) -> float:
@@ -191,7 +204,7 @@ def _check_seconds(plan: dict[str, Any], is_first: bool = True) -> float:
     if seconds := plan.get("check_seconds"):  # a script, whose runs are not cut short: of the first and of later ones
         return seconds[0 if is_first else 1]
     steps = min(2 * CHECKED_STEPS * plan["step"], max(CHECK_SECONDS, CHECK_STEPS * plan["step"]))
-    return 2 * _seconds_to_build(plan) + steps
+    return 2 * seconds_to_build(plan) + steps
 
 
 def _all_seconds(study: Study, plan: dict[str, Any], least: float) -> float:
@@ -199,7 +212,7 @@ def _all_seconds(study: Study, plan: dict[str, Any], least: float) -> float:
     return min(max(least, study.budget.left() - _confirmation_overhead(plan)), COMPARISON_S[1])
 
 
-def _seconds_to_build(plan: dict[str, Any]) -> float:
+def seconds_to_build(plan: dict[str, Any]) -> float:
     """Seconds in which an arm is built and warmed up."""
     return PROCESS_START_S + plan["start"] + warm_up_steps(plan["step"]) * plan["step"] + (plan["evaluation"] or 0.0)
 
@@ -207,7 +220,7 @@ def _seconds_to_build(plan: dict[str, Any]) -> float:
 def comparison_seconds(plan: dict[str, Any], is_first: bool = False) -> float:
     """Seconds that a comparison of two recipes takes at least, with the check of their exactness."""
     blocks = 2 * MIN_PAIRS * block_steps(plan) * plan["step"]
-    return 2 * _seconds_to_build(plan) + blocks + _check_seconds(plan, is_first)
+    return 2 * seconds_to_build(plan) + blocks + _check_seconds(plan, is_first)
 
 
 def confirm_best_guess(study: Study, state: SearchState, is_followed: bool = False) -> None:
@@ -217,29 +230,28 @@ def confirm_best_guess(study: Study, state: SearchState, is_followed: bool = Fal
     """
     plan, tried = state.plan, list[Recipe]()
     needed = comparison_seconds(plan, is_first=True)
-    guesses = deque(_guesses(study, state))
-    while guesses:
-        guess = guesses.popleft()
-        recipe = guess.drop(*without_effect(study, guess))
-        if not recipe or recipe in tried:
+    for recipe in (form for guess in _guesses(study, state) for form in able_forms(study, guess)):
+        if recipe in tried:
             continue
-        total = SPARE * (study.budget.spent + needed)
+        began = study.budget.spent
         try:
             if study.budget.left() < needed:
                 raise OutOfBudgetError
             found = confirm_speed(study, [recipe], state.samples, _all_seconds(study, plan, state.comparison_seconds))
         except OutOfBudgetError:
-            why = f"a comparison takes about {format_duration(needed)}; give about --budget {duration_option(total)}"
+            needed = max(needed, study.budget.spent - began)
+            enough = duration_option(SPARE * (began + needed))
+            why = f"a comparison takes about {format_duration(needed)}; give about --budget {enough}"
             if not any(trial["stage"] == "confirmation" for trial in study.trials):
                 state.too_small = f"the budget allows no comparison: {why}"
+                warnings.warn(state.too_small, ProgressWarning, stacklevel=2)
             return study.note(str(recipe), "systems", "not tried", f"as a recipe of its own: {why}")
         needed = comparison_seconds(plan)
         _add(state, found)
         state.save()
         if found and found.is_surely_faster:
             return None if is_followed else _extend(study, state, found)
-        tried += [recipe, found.recipe] if found else [recipe]
-        guesses.appendleft(guess)  # without its methods that turned out to have no effect
+        tried.append(recipe)
     return None
 
 
@@ -284,27 +296,21 @@ def find_strong_baseline(study: Study, state: SearchState, samples: float, secon
 
     Methods that have no effect here are left out. ``seconds`` is the budget of each comparison.
     """
-    best, no_effect = Recipe(), set()
+    best = Recipe()
     facts = frozenset(state.diagnosis.get("facts") or ())
     for form in strong_baselines(study.device, max(1, cores() // study.processes), facts):
-        while True:
-            recipe = form.drop(*no_effect)
-            if not recipe or recipe == best or not best.methods.items() <= recipe.methods.items():
-                break  # the last: it lacks what was faster, such as workers
+        for recipe in able_forms(study, form):
+            if recipe == best or not best.methods.items() <= recipe.methods.items():
+                break  # it lacks what was faster, such as workers
             outcome = study.compare_speed(best, recipe, seconds=seconds)
-            failed = outcome.get("failed", "")
-            idle = {name for name in recipe.methods if f"{name} {NO_EFFECT}" in failed}
-            if idle:
-                no_effect |= idle
-                continue
-            verdict, ratio = outcome.get("verdict", "failed"), outcome.get("ratio")
-            why, spent = f"as the strong baseline, against {best}", outcome["trial_seconds"]
+            why, failed, ratio = f"as the strong baseline, against {best}", outcome.get("failed"), outcome.get("ratio")
+            verdict = failure_verdict(failed) if failed else outcome["verdict"]
+            why, spent = f"{why}: {failed}" if failed else why, outcome["trial_seconds"]
             study.note(str(recipe), "baseline", verdict, why, ratio=ratio, seconds=spent)
             if ratio and verdict != SLOWER and ratio["median"] > 1:
                 speedup = whole_run_ratio(outcome, samples)
                 state.strong_finding = None if best else Finding(recipe, "", speedup, "set by hand")
                 best = state.strong_baseline = recipe
-            break
 
 
 def compare_with_one_process(study: Study, state: SearchState, recipe: Recipe, samples: float) -> Ratio | None:

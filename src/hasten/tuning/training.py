@@ -24,13 +24,13 @@ from hasten.tuning.systems import (
     MIN_GAIN,
     Candidate,
     Incumbents,
+    able_forms,
     add_or_replace,
     check_verdict,
     conflict_reason,
     failure_verdict,
     loosest_exactness,
     merge,
-    without_effect,
 )
 from hasten.utils.search_range import SearchRange
 
@@ -57,13 +57,13 @@ class Substitute:
 
 @dataclass
 class Baseline:
-    """The task's own training: one result of ``Study.run`` for each of some seeds, which the confirmation uses, too.
+    """The task's own training: ``runs``, results of ``Study.run`` on ``run_seeds``, which the confirmation uses, too.
 
-    ``seeds`` are others: those that the search runs the candidates on. ``target`` and ``margin`` are values of the
+    ``search_seeds`` are others: on these the search trains the candidates. ``target`` and ``margin`` are values of the
     metric.
     """
 
-    seeds: list[int]
+    search_seeds: list[int]
     runs: list[dict]
     target: float
     margin: float
@@ -71,6 +71,11 @@ class Baseline:
     run_seeds: list[int]  # of ``runs``
     margin_why: str = ""
     substitute: Substitute | None = None  # for the seeds of the confirmation that are not among ``run_seeds``
+
+    @property
+    def by_seed(self) -> dict[int, dict]:
+        """The ``runs`` by the seed of each."""
+        return dict(zip(self.run_seeds, self.runs, strict=True))
 
     @property
     def metric(self) -> float:
@@ -226,8 +231,11 @@ def try_training_composition(
     shorter than that of the best recipe is left out. ``best`` is the outcome of the best recipe so far; returns that of
     the new best.
     """
-    recipe = _without_longer_length(incumbents.best, composition.drop(*without_effect(study, composition)))
-    while (merged := merge(incumbents.best, recipe)) != incumbents.best and not conflict_reason(merged):
+    for able in able_forms(study, composition):
+        recipe = _without_longer_length(incumbents.best, able)
+        merged = merge(incumbents.best, recipe)
+        if merged == incumbents.best or conflict_reason(merged):
+            break
         if study.task.command and not changes_something(study, incumbents.best, merged, str(recipe)):
             break
         outcome = run_seeds(study, merged, best, baseline, [])
@@ -235,9 +243,6 @@ def try_training_composition(
         if outcome.verdict == "kept":
             incumbents.push(merged)
             best = outcome.after(best)
-        if (able := recipe.drop(*without_effect(study, recipe))) == recipe:
-            break
-        recipe = able
     return best
 
 
@@ -360,7 +365,7 @@ def run_seeds(
     """
     runs: list[dict] = []
     time_limit = round(TIME_LIMIT * best.whole_seconds(1), 2)
-    for seed in baseline.seeds:
+    for seed in baseline.search_seeds:
         runs.append(study.run(recipe, seed, time_limit=None if runs else time_limit))
         curve = _curve(runs[0])
         if len(runs) == 1 and len(curve) >= MIN_EVALUATIONS:
@@ -368,7 +373,7 @@ def run_seeds(
                 return Outcome("no gain", "trains exactly as a setting that was tried before", tuple(runs))
             seen.append(curve)
         outcome = Outcome.of(runs, baseline, best, same_steps)
-        others = (len(baseline.seeds) - 1) * runs[0]["trial_seconds"]
+        others = (len(baseline.search_seeds) - 1) * runs[0]["trial_seconds"]
         if outcome.verdict != "kept" or others > AFFORDABLE_SHARE * study.budget.left():
             break
     if outcome.verdict == "kept" and runs[0]["samples"] < FEWER_SAMPLES * baseline.runs[0]["samples"]:
@@ -385,9 +390,9 @@ def _require_quality(
     """
     runs = list(outcome.runs)
     original = fmean(run["trial_seconds"] for run in baseline.runs)
-    is_cheap = len(runs) == len(baseline.seeds) and runs[0]["trial_seconds"] < CHEAP_RUN * original
+    is_cheap = len(runs) == len(baseline.search_seeds) and runs[0]["trial_seconds"] < CHEAP_RUN * original
     for index in range(FURTHER_RUNS if is_cheap else 0):
-        runs.append(study.run(recipe, baseline.seeds[-1] + SEED_STEP * (index + 1)))
+        runs.append(study.run(recipe, baseline.search_seeds[-1] + SEED_STEP * (index + 1)))
         outcome = Outcome.of(runs, baseline, best, same_steps)
         if outcome.verdict != "kept":
             return outcome

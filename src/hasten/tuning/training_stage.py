@@ -38,6 +38,7 @@ from hasten.tuning.systems_stage import (
     compare_with_one_process,
     experience_of,
     note_not_tried,
+    seconds_to_build,
     whole_runs_seconds,
 )
 from hasten.tuning.training import (
@@ -56,6 +57,7 @@ BASELINE_SEEDS = 3
 FEW_BASELINE_SEEDS, FEW_RUNS = 2, 8  # seeds where the budget is worth fewer runs of the task than this
 MAX_COMPOSITIONS = 3
 PROVABLE = 2.0  # standard errors inside of the margin
+EASIER = 2  # recipes that are confirmed before the fastest one
 CLOCK_SPREAD = 1.4  # factor by which the clocks of single runs, minutes apart, may differ
 TRAINING_SHARE = 0.75  # of the budget left, for the search; the rest is for the confirmation
 
@@ -72,7 +74,6 @@ def find_training(study: Study, state: SearchState) -> None:
     if not study.horizon:
         return _measure_shares(study, state, exact)
     is_whole = study.horizon >= 1
-    state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
     try:
         baseline = state.baseline = run_baseline(study, state.margin)
     except OutOfBudgetError:
@@ -85,10 +86,11 @@ def find_training(study: Study, state: SearchState) -> None:
     state.save()
     if is_whole and exact and exact.evidence == PRECISION and not _keeps_quality(study, state, baseline, exact):
         exact = finding.recommended(state.findings, EXACT)
-        state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
+    state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
     first = first_outcome(baseline, exact.speedup.median if exact else 1.0)
-    confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds + 2 * state.comparison_seconds
+    confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds
+    confirmation += 2 * (state.comparison_seconds + seconds_to_build(state.plan))
     joint, others = split_joint(items)
     with budget.reserve(confirmation), budget.part(TRAINING_SHARE), _keep_unconfirmed(study, state, baseline):
         recipes = [recipe for recipe in experience_of(study, state) if not is_exact(recipe)][:MAX_COMPOSITIONS]
@@ -118,7 +120,7 @@ def find_training(study: Study, state: SearchState) -> None:
     recipes = recipes[first_faster:]
     known = [*state.tested, *(found.recipe for found in state.findings)]
     recipes = [recipe for recipe in recipes if quality_risks(recipe) and recipe not in known]
-    longer = add_lengthened(recipes, joint)
+    longer = add_lengthened(recipes, joint, baseline, lambda recipe: _metrics(study, recipe, baseline))
     recipes = [recipe for recipe in recipes if recipe not in known]
     _confirm(study, state, baseline, recipes, is_whole, _easiest_to_prove(study, recipes, longer, baseline))
 
@@ -145,7 +147,7 @@ def _keeps_quality(study: Study, state: SearchState, baseline: Baseline, found: 
         found.evidence, found.to_prove = ESTIMATED, "its whole training fails"
         study.note(str(found.recipe), "confirmation", "failed", failed)
         return False
-    original = {seed: run for seed, run in zip(baseline.run_seeds, baseline.runs, strict=True) if seed in runs}
+    original = {seed: run for seed, run in baseline.by_seed.items() if seed in runs}
     before, after = final_metrics(original, runs, baseline.margin, baseline.higher_is_better)
     result = quality_gate(before, after, margin=baseline.margin, higher_is_better=baseline.higher_is_better)
     if not result.difference:
@@ -166,20 +168,19 @@ def _easiest_to_prove(
 ) -> tuple[Recipe, ...]:
     """The recipes to confirm before the fastest one, which may have ended as well by luck: it was the best of several.
 
-    The fastest that ended clearly better than it must, then ``longer``, the one that trains twice as long as the
-    fastest. ``recipes`` are each faster than the one before it.
+    Two of them, the faster one first: those that ended so well in the search that the gate may pass them with the seeds
+    that a search can train, and ``longer``, the one of ``add_lengthened``. ``recipes`` are each faster than the one
+    before it.
     """
-    longest = [recipe for recipe in recipes if recipe == longer]
-    shorter = recipes[recipes.index(longest[0]) + 1 :] if longest else recipes
-    provable = [recipe for recipe in shorter if _is_provable(study, recipe, baseline)]
-    return (*provable[-1:], *longest)
+    ends = [(recipe, _metrics(study, recipe, baseline)) for recipe in reversed(recipes)]
+    first = [one for one, metrics in ends if one == longer or (metrics and baseline.as_good(metrics, surely=PROVABLE))]
+    return tuple(first[:EASIER])
 
 
-def _is_provable(study: Study, recipe: Recipe, baseline: Baseline) -> bool:
-    """Whether a recipe ended so well in the search that the gate may pass it with the seeds that a search can train."""
-    runs = [study.complete.get((str(recipe), seed, study.horizon)) for seed in baseline.seeds]
-    metrics = [run["metric"] for run in runs if run]
-    return bool(metrics) and baseline.as_good(metrics, surely=PROVABLE)
+def _metrics(study: Study, recipe: Recipe, baseline: Baseline) -> list[float]:
+    """The final metrics of a recipe on the seeds of the search, as far as it was trained on them."""
+    runs = [study.complete.get((str(recipe), seed, study.horizon)) for seed in baseline.search_seeds]
+    return [run["metric"] for run in runs if run]
 
 
 @contextmanager
@@ -189,7 +190,7 @@ def _keep_unconfirmed(study: Study, state: SearchState, baseline: Baseline) -> I
         yield
     finally:
         best = state.incumbents.best
-        runs = [study.complete.get((str(best), seed, study.horizon)) for seed in baseline.seeds]
+        runs = [study.complete.get((str(best), seed, study.horizon)) for seed in baseline.search_seeds]
         seconds = [seconds_of(run) for run in runs if run]
         if seconds and best not in [found.recipe for found in state.findings]:
             median = fmean(map(seconds_of, baseline.runs)) / fmean(seconds)
@@ -294,8 +295,9 @@ def _confirm(
         state.save()
 
     if recipes:
-        with budget.reserve(PROFILE_SECONDS + (bool(state.strong_baseline) + (study.processes > 1)) * seconds):
-            take(confirm(study, recipes, baseline, seconds, tested, take, first))
+        rest = PROFILE_SECONDS + bool(state.strong_baseline) * seconds
+        with budget.reserve((study.processes > 1) * seconds):  # a comparison with one process may change the verdict
+            take(confirm(study, recipes, baseline, seconds, tested, take, first, rest))
     winner = state.winner
     if winner is None or winner is before:
         return
@@ -360,8 +362,9 @@ def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool, of_scri
             f"the seeds differ too much: it would take {count} paired seeds, and a search trains at most {LOOKS[-1]}; "
             "give a wider --margin, or accept it by --evidence estimated"
         )
+    more_seeds = f"{seeds} more seed{'s' * (seeds > 1)}"
     if seconds is None or attempt.speedup is None:
-        return f"{seeds} more seeds"
+        return more_seeds
     exact = _substitute(state.findings)
     of_original = seeds if exact is None else 0 if is_whole else BASELINE_SEEDS
     more = (seeds / attempt.speedup.median + of_original) * seconds
@@ -369,4 +372,6 @@ def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool, of_scri
         more += (seeds - of_original + 1) * seconds / exact.speedup  # one run more shows that it ends as well
     if of_script:  # a search that continues first watches a whole run, in at most half of its time
         more = max(more + LONGER_RUN * seconds, 2 * LONGER_RUN * seconds)
-    return f"{seeds} more seeds, about {format_duration(more)}: --budget +{duration_option(more)}"
+    else:  # ``finish_earlier`` trains nothing where fewer than two runs fit
+        more = state.start_seconds + max(more, 2 * seconds)
+    return f"{more_seeds}, about {format_duration(more)}: --budget +{duration_option(more)}"

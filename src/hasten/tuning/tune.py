@@ -40,7 +40,7 @@ from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_me
 from hasten.tuning.finding import DEFAULT_LEVEL, EXACT, LEVELS, PRECISION
 from hasten.tuning.result import SearchState, result_of, write
 from hasten.tuning.study import Study
-from hasten.tuning.systems_stage import COMPARISON_S, comparison_seconds, find_systems
+from hasten.tuning.systems_stage import COMPARISON_S, SPARE, comparison_seconds, find_systems
 from hasten.tuning.training_stage import find_training
 from hasten.tuning.trial import FirstSteps
 from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore
@@ -158,7 +158,8 @@ def tune(
         source_hashes=selection.source_hashes(),
     )
     text = json.dumps({**settings, "command": task.command}, indent=1, default=str)
-    state = SearchState(margin=margin, level=LEVELS[evidence] if evidence else DEFAULT_LEVEL)
+    level = LEVELS[evidence] if evidence else DEFAULT_LEVEL
+    state = SearchState(margin=margin, level=level, start_seconds=clock.spent)
 
     def save(is_partial: bool = True) -> TuneResult:
         about: Any = {"metric": facts["metric"], "offered": selection.offered, "price_per_hour": price_per_hour}
@@ -216,11 +217,9 @@ def _run_stages(study: Study, state: SearchState, earlier: dict[str, Any], has_v
     if earlier:
         finish_earlier(study, state, earlier, has_training_stage)
         state.save()
-    proof = state.confirmation
     find_systems(study, state, has_training_stage)
     if has_training_stage:
         find_training(study, state)
-    state.keep_faster(proof)
     if state.chosen:
         with study.budget.part(1.0):
             state.operations = study.operations(state.chosen.recipe)
@@ -304,6 +303,13 @@ def _estimate(study: Study, state: SearchState, budget: float | None, timeout: f
         raise _too_small(study.budget, "to time a few steps of the task") from None
     state.plan, study.step_seconds = found["plan"], found["plan"]["step"]
     _expect_run(study, state, found["seconds"], budget, timeout)
+    needed, left = comparison_seconds(state.plan, is_first=True), study.budget.left_for_new()
+    if needed > left and not study.store.reused:
+        enough = duration_option(SPARE * (study.budget.spent + needed))
+        what = f"a comparison takes about {format_duration(needed)}, and {format_duration(left)} are left"
+        warnings.warn(
+            f"{what}, so nothing may be compared; give about --budget {enough}", ProgressWarning, stacklevel=3
+        )
 
 
 def _correct_estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> None:

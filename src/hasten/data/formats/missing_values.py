@@ -42,8 +42,9 @@ def filled(array: Any, fill: Any, name: str, where: str) -> Any:
     else:
         value = fill if is_number(array.type) else None
     if value is None:
-        argument = f"fill={{{name!r}: ...}}"
-        remedy = f"pass a value for them: {argument}" if isinstance(fill, Mapping) else f"pass fill=0 or {argument}"
+        remedy = f"pass a value for them: fill={{{name!r}: ...}}"
+        if fill is None and is_number(array.type):
+            remedy = f"pass fill=0 or fill={{{name!r}: ...}}"
         raise ConfigurationError(f"{missing(name, array, 'values', where)}; {remedy}, or leave the column out")
     try:
         converted = _convert(value, array.type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from hasten.data.formats.table_columns import ClassColumn, MatrixColumn, NumberC
 from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_type
 from hasten.data.source import column_leaves, map_columns
 from hasten.data.validation import check_name, check_names
+
+PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # a column as pandas names it
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,11 @@ class Layout:
         columns = None if columns is None else check_names("columns=", columns)
         check_name("target=", target)
         path, schema = next(iter(schemas.items()))
-        wanted = [*(schema.names if columns is None else columns), *([] if target is None else [target])]
-        wanted = list(dict.fromkeys(wanted))
+        known = _columns(schema) if columns is None else schema.names
+        wanted = list(dict.fromkeys([*(known if columns is None else columns), *([] if target is None else [target])]))
         for name in wanted:
-            if name not in schema.names:
-                raise ConfigurationError(f"{path} has no column {name!r}{suggest(name, schema.names)}")
+            if name not in known:
+                raise ConfigurationError(f"{path} has no column {name!r}{suggest(name, known)}")
         inputs = [name for name in wanted if name != target]
         if not inputs:
             besides = f" besides the target {target!r}" if target else ""
@@ -159,8 +162,13 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
     return common
 
 
+def _columns(schema: Any) -> list[str]:
+    """The columns of a file, without the row numbers in which pandas stores an index that has no name."""
+    return [name for name in schema.names if not PANDAS_INDEX.fullmatch(name)]
+
+
 def _types(schema: Any, wanted: list[str] | None, path: str) -> dict[str, Any]:
-    names = [name for name in schema.names if wanted is None or name in wanted]
+    names = _columns(schema) if wanted is None else [name for name in schema.names if name in wanted]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise ConfigurationError(f"{path} has two columns named {repeated!r}; rename one")

@@ -25,6 +25,7 @@ from hasten.core.errors import ConfigurationError, HastenWarning, RunError, form
 from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
 from hasten.data.formats.table_files import MEMORY_FRACTION, FileMetadata, Format, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
+from hasten.data.formats.table_types import is_number
 from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_file_error, resolve_paths
 from hasten.data.progress import rate_reporter
 from hasten.data.source import BadRow, BadRowPolicy, Source
@@ -132,6 +133,11 @@ class Table(Source):
             "fill": self._fill,
             "classes": self._given_classes,
         }
+
+    def any_fill(self) -> dict[str, Any]:
+        """A ``fill`` for all columns of numbers and text: zeros and empty strings."""
+        texts = {name: "" for name, kind in self._layout.types.items() if str(kind) == "large_string"}
+        return texts | {name: 0 for name, kind in self._layout.types.items() if is_number(kind)}
 
     @cached_property
     def classes(self) -> list[str] | None:

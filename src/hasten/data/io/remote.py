@@ -21,7 +21,7 @@ RETRY_DELAYS_S = (1.0, 2.0, 4.0)
 MAX_REQUESTS = 32  # concurrent
 READ_TIMEOUT_S = 30.0  # without a byte from a web server, after which the request is repeated
 # Keys of fsspec's info() that change with a file; those that depend on the content come first.
-VERSION_FIELDS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest")
+VERSION_FIELDS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id")
 VERSION_FIELDS += ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
 # Errors that a retry does not remove.
 PERMANENT_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, ValueError)
@@ -71,7 +71,8 @@ def remote_signature(path: str) -> list:
     """Returns [path, size in bytes, version] of a remote file; version is None, after a warning, if it has none."""
     system, name = _system(path)
     system.invalidate_cache()
-    info = _with_retries(path, lambda: system.info(name))
+    options = {"expand_info": True} if path.startswith("hf://") else {}  # else the Hub gives no version
+    info = _with_retries(path, lambda: system.info(name, **options))
     version = next((str(info[key]) for key in VERSION_FIELDS if key in info), None)
     if version is None:
         _warn_no_version(*urlsplit(path)[:2])

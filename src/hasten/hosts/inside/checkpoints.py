@@ -60,12 +60,12 @@ class CheckpointSeam:
             self.report(path)
         return original(obj, f, *args, **kwargs)
 
-    def _restore(self, original: Callable[..., Any], restored: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def _restore(self, original: Callable[..., Any], restored: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         for path, inner in self.loaded.items() if self.loading else ():
-            if id(state) in inner:
+            if id(state_dict) in inner:
                 for found in _checkpoints_with(path):
                     self.report(found)
-        return original(restored, state, *args, **kwargs)
+        return original(restored, state_dict, *args, **kwargs)
 
 
 def _path_of(file: Any) -> str:

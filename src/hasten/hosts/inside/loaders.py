@@ -84,8 +84,9 @@ class LoaderSeam:
 
     def attach(self, loader: Any) -> Any:
         """Notes the loader that the script names as that of its training; returns what it reads in its place."""
-        if isinstance(loader, DataLoader):
-            self._record(loader)["role"] = TRAINING
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders are DataLoaders that hold one
+        if isinstance(loader, DataLoader) and (record := self.sites.of(inner)) is not None:
+            record["role"] = TRAINING
             return loader
         batches = AttachedBatches(loader, self)
         facts = {"type": type(loader).__name__, "batch_size": None, "num_workers": 0, "role": TRAINING}
