@@ -3,12 +3,13 @@
 import math
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch.nn import functional as F
 
 from hasten import ConfigurationError, RunError, Task
-from hasten.engine.metrics import METRICS, MetricAccumulator, higher_is_better
+from hasten.engine.metrics import METRICS, MetricAccumulator, higher_is_better, own_result
 
 
 def task(metric, **changes):
@@ -37,6 +38,8 @@ PREDICTED, WANTED = torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 1.0])
         ("accuracy", [(torch.tensor([[-1.0], [2.0]]), torch.tensor([0, 1]), 0.1)], 1.0),
         ("accuracy", [({"logits": SCORES}, RIGHT, 0.5)], 2 / 3),
         ("accuracy", [(SCORES, torch.tensor([1, -100, 1]), 0.5)], 1.0),  # what the loss ignores does not count
+        ("accuracy", [(SCORES, torch.tensor([0, -100, -100]), 0.5), (SCORES, torch.tensor([1, 0, 1]), 0.5)], 3 / 4),
+        ("accuracy", [(SCORES, torch.full((3,), -100), 0.5), (SCORES, RIGHT, 0.5)], 2 / 3),
         ("loss", [(SCORES, RIGHT, 0.5), (SCORES[:1], RIGHT[:1], 0.9)], 0.6),
         ("perplexity", [(SCORES, RIGHT, 2.0)], math.exp(2)),
         ("bits per character", [(SCORES, RIGHT, math.log(2))], 1.0),
@@ -73,6 +76,12 @@ def test_metric_directions():
     assert higher_is_better(task("accuracy", higher_is_better=False)) is False
     with pytest.raises(ConfigurationError, match="it is unknown whether"):
         higher_is_better(task(lambda output, target: 1.0))
+
+
+@pytest.mark.parametrize("value", [numpy.float32(0.25), numpy.int64(1), True])
+def test_metric_may_be_any_number(value):
+    assert measured(lambda output, target: value, [(SCORES, RIGHT, 0.5)] * 2).metric == float(value)
+    assert own_result(value).metric == float(value)
 
 
 @pytest.mark.parametrize("value", ["good", None, torch.zeros(3)])

@@ -47,6 +47,35 @@ def test_package_that_only_looks_for_torch_does_not_keep_the_session_out(tmp_pat
     assert (tmp_path / "error").exists()
 
 
+IMPORTS = """
+import runpy, sys
+finder = runpy.run_path({path!r})["ImportFinder"]
+def start(_):
+    sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, finder)]
+    finder({{"trainer": [lambda module: seen.append(module.Trainer)]}})
+seen = []
+finder({{"tensors": [start]}})
+try:
+    import trainer
+except ValueError:
+    print("failed")
+print(seen, type(sys.modules["trainer"].__spec__).__name__ if "trainer" in sys.modules else "")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "printed"),
+    [("", ["['complete'] ModuleSpec"]), ("raise ValueError", ["failed", "[] "])],
+    ids=["ends", "fails"],
+)
+def test_module_that_imports_torch_itself_is_watched_at_its_end(end, printed, tmp_path):
+    """As ``from transformers import Trainer`` does, where it is the first line of a script."""
+    (tmp_path / "tensors.py").touch()
+    (tmp_path / "trainer.py").write_text(f"import tensors\nTrainer = 'complete'\n{end}\n")
+    done = run(IMPORTS.format(path=os.path.join(INJECTED, "sitecustomize.py")), tmp_path, str(tmp_path))
+    assert done.stdout.splitlines() == printed and not done.stderr
+
+
 def test_torch_that_cannot_be_imported_fails_as_without_hasten(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('broken')\n")
     output = run("import torch", tmp_path, HASTEN_HOST=str(tmp_path))

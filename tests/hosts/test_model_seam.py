@@ -1,5 +1,6 @@
 """The model seam tells evaluations from training, also where a model is trained, or only asked, in eval mode."""
 
+import copy
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -85,6 +86,45 @@ def test_marks_of_evaluations_without_output_do_not_pile_up(seam):
     evaluate(seam, model)
     assert len(seam.evaluations) == 7
     assert [mark[2] for mark in seam.marks] == [0, 13, 13, 26]
+
+
+def test_teacher_that_every_step_asks_is_part_of_the_step(seam):
+    student, teacher = nn.Linear(3, 2), nn.Linear(3, 2).eval()
+    for _ in range(2):
+        with torch.no_grad():
+            wanted = teacher(X)
+        backward(seam, (student(X) - wanted).square().sum())
+    seam.forget_teachers()
+    with torch.no_grad():
+        teacher(X)
+    assert seam.began is None and not seam.evaluations and "evaluations" not in seam.sites.records
+    evaluate(seam, student)
+    assert [step for step, _ in seam.evaluations] == [2], "the evaluations of the model are seen"
+
+
+def test_model_that_every_step_evaluates_is_no_teacher(seam):
+    model = nn.Linear(3, 2)
+    for _ in range(2):
+        evaluate(seam, model)
+    seam.forget_teachers()
+    assert len(seam.evaluations) == 2
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["copy", "AveragedModel"])
+def test_evaluation_of_a_copy_that_no_step_has_called_is_seen(seam, wrapped):
+    """As of a moving average of the weights."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    average = torch.optim.swa_utils.AveragedModel(model) if wrapped else copy.deepcopy(model).requires_grad_(False)
+    for _ in range(2):
+        backward(seam, model(X).sum())
+    seam.stop_searching()
+    seam.watch_copies()
+    with torch.no_grad():
+        average.eval()(X)
+    assert seam.began is not None
+    backward(seam, model(X).sum())
+    assert [step for step, _ in seam.evaluations] == [2]
+    assert len(seam.roots) == 1, "methods act on what is trained"
 
 
 class PerceptualLoss(nn.Linear):

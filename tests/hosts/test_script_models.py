@@ -110,3 +110,20 @@ for step in range(5):
 def test_gradients_that_a_fused_optimizer_unscales_itself_are_clipped_as_unscaled_ones(tmp_path, capfd):
     assert train(tmp_path, SCALED, "gradient_clipping:max_norm=0.5") == 0
     assert capfd.readouterr().out.splitlines() == ["norm 0.5000"] * 3 + ["skipped", "norm 0.5000"]
+
+
+CLIPS = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+"""
+
+
+def test_float16_is_refused_where_the_script_clips_scaled_gradients(tmp_path, capfd):
+    assert train(tmp_path, CLIPS, "float16") != 0
+    assert "clips its gradients before the update, where float16 has them scaled" in capfd.readouterr().err

@@ -1,5 +1,6 @@
 """``--vary``: the arguments of a script are found, other values are tried, and a recipe sets them."""
 
+import math
 import shlex
 import subprocess
 import sys
@@ -201,6 +202,7 @@ def test_number_that_does_not_reach_the_script_has_no_effect(tmp_path):
         ({"max_steps": 300, "eval_steps": 1000, "epochs": -1}, 300),
         ({"pretraining_steps": 70}, 70),
         ({"max_steps": -1, "finetune_epochs": 10}, 40),
+        ({"max_steps": math.inf, "epochs": 10}, 40),
         ({"epochs": 0, "lr": 3, "batch_size": 8}, None),
     ],
 )

@@ -1,5 +1,7 @@
 """cache_dataset: every sample is read once if it fits in the memory budget, and training is unchanged."""
 
+from types import SimpleNamespace
+
 import numpy
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hasten.core.recipe import Recipe
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from hasten.methods.cache_dataset import sample_bytes
 from hasten.utils.tree import bitwise_equal
 
 RECIPE = Recipe().with_method("cache_dataset")
@@ -70,6 +73,11 @@ def test_samples_that_the_training_edits_in_place_stay_as_they_were_read(percept
             sample["boxes"].mul_(2.0)
             sample["size"] += 1
             sample["tags"].add("seen")
+
+
+def test_size_of_a_sample_counts_what_its_objects_hold():
+    image = SimpleNamespace(pixels=bytes(100_000))
+    assert 100_000 <= sample_bytes((image, 1)) < 101_000 and sample_bytes((lambda: None, "a")) < 1_000
 
 
 def test_memory_budget_is_respected(perceptron, trained):

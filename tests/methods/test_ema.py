@@ -7,6 +7,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from hasten.testing.tasks import Labeled
 from helpers import public_loops
 
 
@@ -23,6 +24,28 @@ def test_average_equals_the_one_computed_by_hand(convolutional, decay, start):
             average = [d * a + (1 - d) * w for a, w in zip(average, live, strict=True)]
     for exported, expected in zip(program.export().parameters(), average, strict=True):
         torch.testing.assert_close(exported.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_average_of_bfloat16_weights_moves_by_small_parts(perceptron):
+    """In bfloat16 a difference of 1 % would be lost, and the average would stay where it was."""
+    task = perceptron(model=lambda: perceptron().model().bfloat16(), train_data=Rounded(), validation_data=None)
+    program = build(task, make_methods(Recipe().with_method("ema", decay=0.99, start=0)))
+    average = program.run.checkpoint_state["ema"]
+    with torch.no_grad():
+        for weight, mean in zip(program.run.model.parameters(), average, strict=True):
+            weight.fill_(1.0)
+            mean.fill_(0.9)
+    program.run.progress.step = 10_000
+    program.run.optimizer.step = lambda: None
+    program.optimizer_step()
+    assert average[0].dtype == torch.float32 and average[0].mean().item() == pytest.approx(0.901, abs=1e-5)
+    assert next(program.export().parameters()).dtype == torch.bfloat16
+
+
+class Rounded(Labeled):
+    def __init__(self):
+        super().__init__((12,))
+        self.inputs = self.inputs.bfloat16()
 
 
 def _first_weights(convolutional):

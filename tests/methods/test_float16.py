@@ -1,5 +1,7 @@
 """float16: the loss scale adapts, overflowing steps change nothing, and the state is saved in checkpoints."""
 
+import math
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from hasten.core.recipe import Recipe
 from hasten.core.run_context import ParallelContext, RunContext
 from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
-from hasten.engine.registry import make_method
+from hasten.engine.registry import make_method, make_methods
 from hasten.methods.float16 import GROWTH_INTERVAL, Float16, LossScale
 from hasten.testing.tasks import Labeled
 
@@ -120,6 +122,17 @@ def test_gradients_that_never_become_finite_end_the_run(perceptron, trained, is_
     task = perceptron(epochs=20, **(fused(loss) if is_fused else {"loss": loss}))
     with pytest.raises(RunError, match="overflowed 30 steps in a row"):
         trained(task, "float16")
+
+
+def test_gradients_of_weights_that_are_not_trained_are_no_overflow(perceptron, trained):
+    """The optimizer never clears them, so that they would stay infinite after the first overflow."""
+    task = perceptron(optimizer=lambda model: torch.optim.SGD(list(model.parameters())[-2:], lr=0.1), epochs=2)
+    program = build(task, make_methods(Recipe.coerce("float16")))
+    first = next(program.run.model.parameters())
+    first.grad = torch.full_like(first, math.inf)
+    for _ in train_steps(program):
+        pass
+    assert program.run.checkpoint_state["float16"].good > 0
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all():

@@ -8,7 +8,7 @@ import torch
 from hasten.methods.fused_optimizer import _fuse
 from hasten.profiling.probe import facts_of
 from hasten.testing.models import LookUp
-from hasten.utils.optimizers import fused_step_obstacle
+from hasten.utils.optimizers import align_state, fused_step_obstacle
 
 OPTIMIZERS = {
     "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True),
@@ -85,6 +85,27 @@ def test_checkpoint_of_a_fused_run_holds_the_options_and_the_memory_format_of_th
     assert [group["fused"] for group in saved["param_groups"]] == [None, None]
     assert saved["state"][0]["exp_avg"].is_contiguous() and not optimizer.state[parameter]["exp_avg"].is_contiguous()
     assert all(group["fused"] for group in optimizer.param_groups), "the run itself continues with the fused kernels"
+
+
+def test_weight_with_gaps_in_memory_is_left_as_it_is():
+    """As of a first layer that was cut down to one channel: torch's fused kernel on the CPU checks no strides."""
+    layer = torch.nn.Conv2d(3, 8, 3)
+    layer.weight = torch.nn.Parameter(layer.weight.detach()[:, :1])
+    assert "slice of a larger tensor" in fused_step_obstacle(torch.optim.Adam(layer.parameters()))
+    layer.weight = torch.nn.Parameter(layer.weight.detach().contiguous())
+    assert fused_step_obstacle(torch.optim.Adam(layer.parameters())) is None
+    transposed = torch.nn.Parameter(torch.randn(4, 6).t())
+    assert fused_step_obstacle(torch.optim.Adam([transposed])) is None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_sparse_momentum_is_resumed():
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    table(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    align_state(optimizer)
+    assert optimizer.state[table.weight]["momentum_buffer"].is_sparse
 
 
 class AdamSubclass(torch.optim.Adam):

@@ -47,7 +47,7 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
             prefetch_factor=spec.prefetch_factor if spec.num_workers else None,
             pin_memory=spec.pin_memory,
             persistent_workers=spec.persistent_workers and spec.num_workers > 0 and not persistent,
-            worker_init_fn=partial(_init_worker, getattr(spec.loader, "worker_init_fn", None), flushes_denormals()),
+            worker_init_fn=_init_worker_of(spec.loader, flushes_denormals()),
             generator=torch.Generator().manual_seed(derive_seed(spec.seed, epoch)),  # not the run's own
             **_worker_options(spec.loader, spec.num_workers),
         )
@@ -88,7 +88,14 @@ def _is_open(generator: ReferenceType[Iterator[Batch]]) -> bool:
     return alive is not None and getgeneratorstate(alive) != GEN_CLOSED
 
 
-def _init_worker(init: Callable[[int], None] | None, flush: bool, worker: int) -> None:
+def _init_worker_of(loader: Any, flush: bool) -> Callable[[int], None]:
+    """The ``worker_init_fn`` of a loader in the place of ``loader`` (or of none), see ``_init_worker``."""
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    is_child = context.get_start_method() != "forkserver"  # else the parent of the worker is the server
+    return partial(_init_worker, getattr(loader, "worker_init_fn", None), flush, is_child)
+
+
+def _init_worker(init: Callable[[int], None] | None, flush: bool, is_child: bool, worker: int) -> None:
     """``worker_init_fn`` of a DataLoader: calls the user's ``init``, and exits if the training process has died.
 
     torch ends a worker when its parent process changes. A worker whose parent died before that check began would run
@@ -99,7 +106,7 @@ def _init_worker(init: Callable[[int], None] | None, flush: bool, worker: int) -
     if init is not None:
         init(worker)
     parent = multiprocessing.parent_process()
-    if multiprocessing.get_start_method() != "forkserver" and parent is not None and os.getppid() != parent.pid:
+    if is_child and parent is not None and os.getppid() != parent.pid:
         os._exit(1)
 
 
@@ -153,7 +160,7 @@ def _start(loader: Any) -> Iterator[Batch]:
     init = loader.worker_init_fn
     if not flushes_denormals():
         return iter(loader)
-    loader.worker_init_fn = partial(_init_worker, init, True)
+    loader.worker_init_fn = _init_worker_of(loader, True)
     try:
         return iter(loader)
     finally:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from numbers import Real
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
@@ -24,12 +25,19 @@ class EvaluationResult:
     loss: float
 
 
+class WeightedMean(NamedTuple):
+    """A mean over a batch, and over how many values it is, where these are not its samples."""
+
+    mean: Any
+    weight: Any
+
+
 @dataclass(frozen=True)
 class NamedMetric:
     """A metric that is a mean over the samples, followed by a function of that mean."""
 
     higher_is_better: bool
-    per_batch: Callable[[Any, Any, Any], Any]  # (output, target, loss) -> mean over the batch
+    per_batch: Callable[[Any, Any, Any], Any]  # (output, target, loss) -> mean over the batch, or a WeightedMean
     finish: Callable[[float], float] = float  # mean -> metric
 
 
@@ -53,7 +61,7 @@ def _reshape_like(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return scores.reshape(target.shape)
 
 
-def _accuracy(output: Any, target: torch.Tensor, loss: Any, threshold: float | None = None) -> torch.Tensor:
+def _accuracy(output: Any, target: torch.Tensor, loss: Any, threshold: float | None = None) -> Any:
     """The fraction of samples whose class has the highest score.
 
     A score for each target is a binary decision: positive if it is above ``threshold``, or where that is None above 0,
@@ -74,7 +82,9 @@ def _accuracy(output: Any, target: torch.Tensor, loss: Any, threshold: float | N
         raise RunError(f"the accuracy is ambiguous for {shape}; give Task(metric=) a function of output and target")
     hits = _reshape_like(scores.argmax(1 if in_first else -1), target) == target  # dimension 1 as in torch, or the last
     counted = target >= 0  # negative targets are ignored, as -100 in torch's losses
-    return (hits & counted).double().sum() / counted.sum().clamp(min=1)
+    number = counted.sum()
+    share = number / counted[0].numel() if counted.numel() else number  # in samples
+    return WeightedMean((hits & counted).double().sum() / number.clamp(min=1), share.double())
 
 
 def _are_class_probabilities(target: torch.Tensor) -> bool:
@@ -155,7 +165,7 @@ def own_result(value: Any) -> EvaluationResult:
     """The result of an evaluation by Task(evaluate=), which has no loss (NaN); RunError if it is not one number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, Real):
         raise RunError(f"Task(evaluate=) must return one number; it returned {value!r:.80} ({type(value).__name__})")
     return EvaluationResult(_drop_rounding_error(float(value)), math.nan)
 
@@ -169,6 +179,7 @@ class MetricAccumulator:
         self.sum: Any = 0.0
         self.loss: Any = 0.0
         self.samples = 0
+        self.weight: Any = 0.0  # of all batches in the metric: samples, or parts of them that count
         self.torchmetric: Any = None
         self.named: NamedMetric | None = None
         self.needs_target = True
@@ -206,15 +217,18 @@ class MetricAccumulator:
         if self.named is None:
             self.torchmetric.to(cast(torch.Tensor, target).device).update(logits_of(output), target)
         else:
-            self.sum += self._as_number(self.named.per_batch(output, target, loss)) * samples
+            found = self.named.per_batch(output, target, loss)
+            mean, weight = found if isinstance(found, WeightedMean) else (found, samples)
+            self.sum += self._as_number(mean) * weight
+            self.weight += weight
 
     def result(self, sum_over_ranks: SumOverRanks | None = None) -> EvaluationResult:
         """Metric and loss over all batches, with ``sum_over_ranks`` also other ranks'; RunError if there were none."""
-        totals = [float(self.sum), float(self.loss), float(self.samples)]
-        total, loss, samples = sum_over_ranks(totals) if sum_over_ranks else totals
+        totals = [float(self.sum), float(self.loss), float(self.samples), float(self.weight)]
+        total, loss, samples, weight = sum_over_ranks(totals) if sum_over_ranks else totals
         if not samples:
             raise RunError("the validation data gave no batch, so there is no metric")
-        value = total / samples
+        value = total / weight if weight else 0.0
         if self.named is None:
             if self.adds_up:  # else ``compute``, also of its parts, waits for ranks that may not call it
                 for part in self.torchmetric.modules():
@@ -228,8 +242,8 @@ class MetricAccumulator:
         """What a metric function returned, as float64 on its device; ConfigurationError if it is not one number."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.detach().double()
-        if isinstance(value, (int, float)):
-            return value
+        if isinstance(value, Real):  # also NumPy's
+            return float(value)
         kind = type(value).__name__
         raise ConfigurationError(f"the metric {self.name} must return one number; it returned {value!r:.80} ({kind})")
 

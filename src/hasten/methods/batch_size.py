@@ -23,7 +23,8 @@ class BatchSize(Method):
     """Multiplies the batch size by ``factor``, and the learning rate by the factor that ``rule`` computes from it.
 
     During the warm-up the learning rate rises linearly, step by step, from the task's own rate to the scaled one (Goyal
-    et al. 2017, section 2.2), multiplied with the schedule of the task.
+    et al. 2017, section 2.2), multiplied with the schedule of the task. A schedule that counts steps must be made for
+    those of the run, ``Task(optimizer=lambda model, steps: ...)``: larger batches are fewer steps.
     """
 
     card = Card(

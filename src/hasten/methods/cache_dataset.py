@@ -1,6 +1,7 @@
 """A cache of decoded samples in memory, for samples that are slow to decode and cannot be stacked."""
 
 import copy
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from hasten.core.types import Batch
 from hasten.loading.probe import is_deterministic, reread_samples, warn_of_changed_dataset
 from hasten.utils.rng import preserve_rng_state
 from hasten.utils.tree import bitwise_equal, tree_leaves, tree_map
+
+PLAIN = (int, float, complex, str, bytes, bytearray, type(None))
 
 
 @dataclass(frozen=True)
@@ -111,5 +114,15 @@ def copied(leaf: Any) -> Any:
 
 def sample_bytes(sample: Any) -> int:
     """Approximate memory of a sample, in bytes."""
-    is_array = (torch.Tensor, numpy.ndarray)
-    return sum(leaf.nbytes if isinstance(leaf, is_array) else sys.getsizeof(leaf) for leaf in tree_leaves(sample))
+    return sum(map(_leaf_bytes, tree_leaves(sample)))
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    if isinstance(leaf, (torch.Tensor, numpy.ndarray)):
+        return leaf.nbytes
+    if isinstance(leaf, PLAIN):
+        return sys.getsizeof(leaf)
+    try:
+        return len(pickle.dumps(leaf, protocol=5))  # getsizeof leaves out what an object refers to, such as pixels
+    except Exception:  # of any kind: it cannot be pickled
+        return sys.getsizeof(leaf)

@@ -19,7 +19,8 @@ class Ema(Method):
     """Evaluates and saves the average: after each step, average <- d * average + (1 - d) * parameters.
 
     d = min(decay, (1 + t) / (10 + t)) after t averaged steps, so that the first parameters do not dominate a short run.
-    Buffers, such as the running statistics of batch normalization, are those of the trained model.
+    The average is in float32 at least: in bfloat16 a thousandth of a difference is mostly lost. Buffers, such as the
+    running statistics of batch normalization, are those of the trained model.
     """
 
     card = Card(
@@ -43,7 +44,10 @@ class Ema(Method):
             return optimizer_step
         parameters: list[torch.Tensor] = list(run.model.parameters())
         progress, optimizers = run.progress, run.optimizer
-        average = run.checkpoint_state[self.name] = TensorList(parameter.detach().clone() for parameter in parameters)
+        wide = [torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters]
+        average = run.checkpoint_state[self.name] = TensorList(
+            parameter.detach().to(dtype, copy=True) for parameter, dtype in zip(parameters, wide, strict=True)
+        )
 
         def step_and_average() -> None:
             optimizer_step()
@@ -52,7 +56,7 @@ class Ema(Method):
             t = progress.step - self.start
             decay = min(self.decay, (1 + t) / (10 + t)) if t >= 0 else 0.0
             with torch.no_grad():
-                foreach_lerp_(average, parameters, 1 - decay)
+                foreach_lerp_(average, [p.to(dtype) for p, dtype in zip(parameters, wide, strict=True)], 1 - decay)
 
         run.observe_effect(self, partial(self._observe, average, run))
         return step_and_average

@@ -12,7 +12,7 @@ from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.core.types import BackwardFn, Batch, ForwardFn, StepFn
 from hasten.utils.autocast import autocast_obstacle
 from hasten.utils.observe_step import observe_precision
-from hasten.utils.optimizers import parameters_outside, sparse_gradients_layer
+from hasten.utils.optimizers import sparse_gradients_layer
 
 INITIAL_SCALE, BACKOFF, GROWTH = 2.0**16, 0.5, 2.0
 GROWTH_INTERVAL = 2000  # consecutive steps without overflow until the scale grows
@@ -80,9 +80,10 @@ class Float16(Method):
         scale: LossScale | None = run.checkpoint_state.get(self.name)
         if scale is None:
             return grad_transform
-        # several processes shard what the optimizer has, which is all in the model then
-        outside = [] if run.parallel else parameters_outside(run.model, run.optimizer)
-        parameters = [*run.model.parameters(), *outside]
+        # Several processes shard what the optimizer has. In one, the gradients of weights that no optimizer has are
+        # never cleared: after an overflow they stay infinite.
+        held = [weight for group in run.optimizer.param_groups for weight in group["params"]]
+        parameters = list(run.model.parameters()) if run.parallel else held
 
         def unscale_gradients() -> None:
             grad_transform()

@@ -94,11 +94,19 @@ def fused_step_obstacle(optimizer: torch.optim.Optimizer, model: torch.nn.Module
         return "torch's fused SGD treats dampening differently where a weight gets its first gradient later"
     if not all(parameter.is_floating_point() for parameter in parameters):
         return "some parameters are complex, which the fused step does not support"
+    if any(map(_has_gaps, parameters)):
+        return "a weight is a slice of a larger tensor; the fused step writes over the gaps between its numbers"
     if type(optimizer) is torch.optim.Adagrad and any(parameter.device.type != "cpu" for parameter in parameters):
         return "torch has a fused Adagrad for the CPU only"
     if model is not None and (layer := sparse_gradients_layer(model, parameters)) is not None:
         return f"the gradients of {layer} are sparse (sparse=True), which the fused step does not support"
     return None
+
+
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor in memory leaves numbers out, as a slice of columns does."""
+    is_plain = type(tensor.data) is torch.Tensor  # a subclass has its own memory format
+    return is_plain and torch.empty_like(tensor, device="meta").stride() != tensor.stride()
 
 
 def follow_strides(optimizer: torch.optim.Optimizer) -> None:
@@ -134,7 +142,8 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             is_like_weight = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if is_like_weight and value.stride() != parameter.stride():
+            # momentum may be sparse
+            if is_like_weight and value.layout is torch.strided and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

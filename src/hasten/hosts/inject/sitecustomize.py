@@ -42,7 +42,25 @@ class ImportFinder:
         self.watchers = watchers
         sys.meta_path.insert(0, self)
         for name in watchers.keys() & sys.modules.keys():
-            self.imported(name, sys.modules[name])
+            spec = getattr(sys.modules[name], "__spec__", None)
+            if getattr(spec, "_initializing", False):  # its code is importing torch just now
+                self.call_at_end(name, spec)
+            else:
+                self.imported(name, sys.modules[name])
+
+    def call_at_end(self, name, spec):
+        """Calls ``imported`` once Python marks a module, of which this is the spec, as executed."""
+        finder, kind = self, type(spec)
+
+        class WatchedSpec(kind):
+            def __setattr__(self, attribute, value):
+                kind.__setattr__(self, attribute, value)
+                if attribute == "_initializing" and not value:
+                    self.__class__ = kind
+                    if name in sys.modules:  # the import has not failed
+                        finder.imported(name, sys.modules[name])
+
+        spec.__class__ = WatchedSpec
 
     def find_spec(self, name, path=None, target=None):
         """The spec of a module of interest, with a loader that calls ``imported`` at its end; None for any other."""

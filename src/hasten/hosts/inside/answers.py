@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -98,7 +99,7 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], batches
         if not isinstance(getattr(loader, "dataset", None), IterableDataset):  # torch warns later of a length asked for
             with suppress(Exception):  # a sampler of the user's
                 lengths.append(len(loader))
-    numbers = {name: value for name, value in arguments.items() if type(value) in (int, float) and value > 0}
+    numbers = {name: value for name, value in arguments.items() if type(value) in (int, float) and 0 < value < math.inf}
     given = {name: value for name, value in numbers.items() if names_length(name)}
     whole = {name: value for name, value in given.items() if names_whole_length(name)}  # others may be those of a part
     found: list[float] = []

@@ -39,8 +39,8 @@ class ModelSeam:
         evaluated_seconds: Seconds of all evaluations so far.
         evaluations: (step, seconds) of each evaluation.
         records_gradients: Whether an evaluation recorded gradients.
-        trained_in_eval_mode: Ids of roots of which a call in eval mode gave gradients, such as the network of a
-            perceptual loss; that mode is then no sign of evaluation.
+        trained_in_eval_mode: Ids of roots that steps call in eval mode, such as the network of a perceptual loss or
+            the teacher of a distillation; that mode is then no sign of evaluation.
     """
 
     def __init__(self, sites: Sites, phases: PhaseTimer, steps: StepSeam, wrap: WrapCall | None = None):
@@ -94,6 +94,30 @@ class ModelSeam:
         self.recording.clear()
         if self.marks and self.marks[-1][-1]:
             self.marks.pop()  # of what was no evaluation
+
+    def watch_copies(self) -> None:
+        """Tells evaluations of copies of a root, such as moving averages of its weights, that no step has called."""
+
+        def shapes(module: nn.Module) -> list[torch.Size]:
+            return [parameter.shape for parameter in module.parameters()]
+
+        parts = {id(part) for root in self.roots for part in root.modules()}
+        of_roots = [shapes(root) for root in self.roots]
+        for outer in _outermost_modules():
+            for module in (outer, getattr(outer, "module", None)):  # of an AveragedModel
+                is_new = isinstance(module, nn.Module) and id(module) not in {*self.known, *parts}
+                if is_new and shapes(module) in of_roots:
+                    self.known[id(module)] = module
+                    set_module_call(module, self._told_apart(module, get_module_call(module)))
+
+    def forget_teachers(self) -> None:
+        """Takes a root in eval mode that each step so far has called, and none has trained, for a part of the step."""
+        frozen = [root for root in self.roots if not root.training and all(p.grad is None for p in root.parameters())]
+        if frozen and {0, 1} <= {step for step, _ in self.evaluations}:
+            self.trained_in_eval_mode |= {id(root) for root in frozen}
+            self.evaluations.clear()
+            self.marks.clear()
+            self.sites.records.pop("evaluations", None)
 
     @property
     def trains_in_eval_mode(self) -> bool:

@@ -32,6 +32,7 @@ from hasten.hosts.inside.loaders import LoaderSeam
 from hasten.hosts.inside.metric_loggers import WATCHED as TRACKERS
 from hasten.hosts.inside.models import ModelSeam, devices_of
 from hasten.hosts.inside.offline import WATCHED as OFFLINE
+from hasten.hosts.inside.replace import replaces
 from hasten.hosts.inside.seeds import seed_process
 from hasten.hosts.inside.sites import Sites, missing_sites
 from hasten.hosts.inside.steps import StepSeam
@@ -151,6 +152,9 @@ class Session:
             composition.refuse = self._refuse_gradients
             steps.on_foreign_closure = self._refuse_closure
             steps.wrap_backward = composition.wrap_backward
+            if "backward" in acts_on:
+                for name in ("clip_grad_norm_", "clip_grad_value_"):
+                    replaces(torch.nn.utils, name)(self._refuse_clipping)
             if {"optimizer", "model"} & acts_on:
                 steps.before_first_update(self._guarded(composition.first_step))
             if composition.wraps_updates:
@@ -248,6 +252,9 @@ class Session:
                 self.checkpoints.end_loading()
         if count == self.search_until:
             models.stop_searching()
+            if count == ROOT_SEARCH_STEPS and not self.is_real:
+                models.forget_teachers()
+                models.watch_copies()
             if self.composition:
                 self.composition.has_trained = True
         if self.wants_evaluation and len(models.evaluations) > self.evaluations_before:
@@ -275,6 +282,11 @@ class Session:
                 "out methods that change gradients"
             )
         )
+
+    def _refuse_clipping(self, *_: Any, **__: Any) -> NoReturn:
+        """Ends the process where the script clips gradients that hold the scale of the loss until the update."""
+        what = f"{self.spec['name']} clips its gradients before the update, where float16 has them scaled"
+        self._fail(ConfigurationError(f"{what}; leave float16 out"))
 
     def _refuse_gradients(self, error: Exception) -> None:
         """Ends a trial, or warns, where methods that change gradients cannot know which ones they should change."""

@@ -42,6 +42,7 @@ class StepSeam:
         self.sites, self.phases = sites, phases
         self.count, self.remaining = 0, 1
         self.active, self.keep_losses, self.losses = True, False, list[float | torch.Tensor]()
+        self.scaled: tuple[Any, Any] = None, None  # (result, loss) of what a GradScaler has scaled last
         self.leading: set[int] = set()
         self.counts: dict[int, int] = {}  # updates by id of the optimizer; a dictionary with weak keys is slow
         self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()  # that have updated, in this order
@@ -63,9 +64,16 @@ class StepSeam:
         torch.Tensor.backward = self._counted(torch.Tensor.backward)
         torch.autograd.backward = self._counted_functional(torch.autograd.backward)
         replaces(Optimizer, "__init__")(self._note)
+        replaces(torch.amp.GradScaler, "scale")(self._note_scaled)  # pyright: ignore[reportPrivateImportUsage]
         torch.amp.GradScaler.step = self._watched(torch.amp.GradScaler.step)  # pyright: ignore[reportPrivateImportUsage]
         register_optimizer_step_pre_hook(self._enter_update)
         register_optimizer_step_post_hook(self._after_update)
+
+    def _note_scaled(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        result = original(scaler, outputs)
+        if self.keep_losses:
+            self.scaled = result, outputs
+        return result
 
     def before_first_update(self, call: Callable[[Optimizer], None]) -> None:
         """Calls a function with each optimizer before its first update."""
@@ -104,8 +112,10 @@ class StepSeam:
                 if self.began is not None:  # inside of ``step(closure)``, whose update begins now
                     self.began = self.phases.now()
             if self.keep_losses and loss.numel() == 1:
+                plain = self.scaled[1] if self.scaled[0] is loss else loss
                 # reading would wait for a GPU, and a recorded step may write the next loss to the same place
-                self.losses.append(loss.item() if loss.is_cpu else loss.detach().clone())
+                self.losses.append(plain.item() if plain.is_cpu else plain.detach().clone())
+                self.scaled = None, None
             self.passes += 1
             self.on_backward()
             if self.passes >= MOST_BACKWARDS and self.updating is not None:

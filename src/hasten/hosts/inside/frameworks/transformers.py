@@ -1,4 +1,5 @@
-"""Transformers: a callback in the user's Trainer finds the metrics; the seams of torch see everything else.
+"""Transformers: a callback in the user's Trainer finds the metrics, and its loop of evaluation is one evaluation; the
+seams of torch see everything else.
 
 The fields of ``TrainingArguments`` can be varied.
 """
@@ -6,6 +7,8 @@ The fields of ``TrainingArguments`` can be varied.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hasten.hosts.inside.replace import replaces
 
@@ -39,6 +42,15 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     def watched_init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
         trainer.add_callback(TransformersCallback(trainer))
+
+    @replaces(module.Trainer, "evaluation_loop")
+    def evaluation_loop(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():  # as its steps are
+            loop.models.begin_evaluation()  # it may call another object than the one that is trained
+        try:
+            return original(trainer, *args, **kwargs)
+        finally:
+            loop.models.end_evaluation(now=True)
 
 
 def watch_arguments(module: Any, loop: FrameworkLoop) -> None:
