@@ -2,6 +2,7 @@
 
 import copy
 import os
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -125,6 +126,28 @@ def test_evaluation_of_a_copy_that_no_step_has_called_is_seen(seam, wrapped):
     backward(seam, model(X).sum())
     assert [step for step, _ in seam.evaluations] == [2]
     assert len(seam.roots) == 1, "methods act on what is trained"
+
+
+def test_model_of_a_later_fold_is_found_though_it_looked_like_a_copy(seam):
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    for _ in range(2):
+        backward(seam, first(X).sum())
+    seam.stop_searching()
+    seam.watch_copies()
+    seam.search_again(torch.optim.SGD(second.parameters()))
+    backward(seam, second(X).sum())
+    assert len(seam.roots) == 1 and seam.roots[0] is second
+    assert not hasattr(get_set_module_call(second).before, "of_copy"), "its calls are told apart once"
+
+
+def test_evaluations_between_two_steps_are_counted_once(seam):
+    backward(seam, nn.Linear(3, 2)(X).sum())
+    seam.steps.last_ended = began = time.perf_counter()
+    for _ in range(3):
+        seam.begin_evaluation()
+        time.sleep(0.01)
+        seam.end_evaluation(now=True)
+    assert 0.03 <= seam.evaluated_seconds <= time.perf_counter() - began
 
 
 class PerceptualLoss(nn.Linear):

@@ -47,7 +47,7 @@ def from_spec(spec: LoaderSpec) -> BatchSource:
             prefetch_factor=spec.prefetch_factor if spec.num_workers else None,
             pin_memory=spec.pin_memory,
             persistent_workers=spec.persistent_workers and spec.num_workers > 0 and not persistent,
-            worker_init_fn=_init_worker_of(spec.loader, flushes_denormals()),
+            worker_init_fn=_init_worker_of(spec.loader, flushes_denormals()) if spec.num_workers else None,
             generator=torch.Generator().manual_seed(derive_seed(spec.seed, epoch)),  # not the run's own
             **_worker_options(spec.loader, spec.num_workers),
         )
@@ -158,7 +158,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
 def _start(loader: Any) -> Iterator[Batch]:
     """``iter(loader)``, whose workers flush denormal numbers if this process does, also if they are spawned."""
     init = loader.worker_init_fn
-    if not flushes_denormals():
+    if not flushes_denormals() or not loader.num_workers:
         return iter(loader)
     loader.worker_init_fn = _init_worker_of(loader, True)
     try:

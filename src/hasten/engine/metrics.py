@@ -83,8 +83,7 @@ def _accuracy(output: Any, target: torch.Tensor, loss: Any, threshold: float | N
     hits = _reshape_like(scores.argmax(1 if in_first else -1), target) == target  # dimension 1 as in torch, or the last
     counted = target >= 0  # negative targets are ignored, as -100 in torch's losses
     number = counted.sum()
-    share = number / counted[0].numel() if counted.numel() else number  # in samples
-    return WeightedMean((hits & counted).double().sum() / number.clamp(min=1), share.double())
+    return WeightedMean((hits & counted).double().sum() / number.clamp(min=1), number.double())
 
 
 def _are_class_probabilities(target: torch.Tensor) -> bool:
@@ -179,7 +178,7 @@ class MetricAccumulator:
         self.sum: Any = 0.0
         self.loss: Any = 0.0
         self.samples = 0
-        self.weight: Any = 0.0  # of all batches in the metric: samples, or parts of them that count
+        self.weight: Any = 0.0  # of all batches in the metric: samples, or values that count
         self.torchmetric: Any = None
         self.named: NamedMetric | None = None
         self.needs_target = True

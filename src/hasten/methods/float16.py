@@ -1,5 +1,6 @@
 """Mixed precision with float16 and loss scaling (Micikevicius et al. 2018)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,15 +81,22 @@ class Float16(Method):
         scale: LossScale | None = run.checkpoint_state.get(self.name)
         if scale is None:
             return grad_transform
-        # Several processes shard what the optimizer has. In one, the gradients of weights that no optimizer has are
-        # never cleared: after an overflow they stay infinite.
-        held = [weight for group in run.optimizer.param_groups for weight in group["params"]]
-        parameters = list(run.model.parameters()) if run.parallel else held
+        optimizer, model = run.optimizer, run.model
+
+        def trained() -> Iterable[torch.Tensor]:
+            if run.parallel:  # whose optimizer may have a shard of the model
+                return model.parameters()
+            return (weight for group in optimizer.param_groups for weight in group["params"])
 
         def unscale_gradients() -> None:
             grad_transform()
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            scale.unscale(gradients, run.ranks)
+            held = {id(weight): weight for weight in trained()}
+            # others are never cleared, so that an overflow would stay; in a script another optimizer may have them
+            others = [] if run.services.in_script else [one for one in model.parameters() if id(one) not in held]
+            for weight in others:
+                if weight.grad is not None:
+                    weight.grad.mul_(scale.tensor.reciprocal()).nan_to_num_(0.0, 0.0, 0.0)
+            scale.unscale([weight.grad for weight in held.values() if weight.grad is not None], run.ranks)
 
         return unscale_gradients
 

@@ -70,7 +70,7 @@ def confirm(
             passed = {str(one.recipe) for one in attempts if one is not attempt and one.gate.passed and not one.missed}
             rank = [name for name in known if name not in passed].index(str(attempt.recipe))
             attempt.confidence = gate.confidence_of(rank, looks, earlier=list(tested).count(attempt.recipe))
-            waiting = sum(not one.looks for one in attempts if one is not attempt)
+            waiting = sum(not one.looks and not one.over for one in attempts if one is not attempt)
             pace_of = _of_same_pace(attempt.recipe, finalists)
             _look(study, attempt, baseline, seconds, pace_of, waiting, rest)
             after_look(attempts)
@@ -219,7 +219,9 @@ def _look(
         if not why and not _ends_worse(attempt, baseline):  # else further runs would only say so more surely
             of_run = fmean(run["trial_seconds"] for run in attempt.tuned_runs.values())
             spare = (study.budget.left_for_new() - rest) / of_run - waiting * MIN_SEEDS
-            why = _run_further(study, attempt, min(pairs * _further_per_pair(attempt), max(0, int(spare))), baseline)
+            known = len(attempt.tuned_runs) - len(attempt.paired)
+            count = min(pairs * _further_per_pair(attempt), known + max(0, int(spare)))
+            why = _run_further(study, attempt, count, baseline)
     except OutOfBudgetError:
         _judge(attempt, baseline)
         raise

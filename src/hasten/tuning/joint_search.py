@@ -213,13 +213,15 @@ def add_lengthened(
 
     same = [each for each in recipes if method in each.methods and option in each.methods[method]]
     same = [each for each in same if quality_risks(of_length(each, now)) == quality_risks(last)]
-    ends = {each.methods[method][option]: metrics(each) for each in same}
-    longer = _provable_length({value: fmean(end) for value, end in ends.items() if end}, baseline) or LONGER * now
+    ends = {each.methods[method][option]: fmean(end) for each in same if (end := metrics(each))}
+    longer = _provable_length(ends, baseline) or LONGER * now
     value = length.times(longer / length.of)
     if value <= now or value / length.of > length.high:
         return None
-    is_shorter = [each.methods.get(method, {}).get(option, math.inf) < value for each in recipes]
-    recipes.insert(is_shorter.index(True), recipe := of_length(last, value))
+    recipe = of_length(last, value)
+    if recipe not in recipes:
+        is_shorter = [each.methods.get(method, {}).get(option, math.inf) < value for each in recipes]
+        recipes.insert(is_shorter.index(True), recipe)
     return recipe
 
 

@@ -115,7 +115,7 @@ def _share_of_budget(study: Study, state: SearchState) -> float:
 
 
 def _confirm(study: Study, state: SearchState, recipes: list[Recipe], is_last: bool) -> None:
-    """Measures the best of the recipes again, in ``state``; one that it refuses is no base of the methods that follow.
+    """Measures the best of the recipes again, in ``state``; one that it refuses is no base of what follows.
 
     With all that is left of the budget: a trial may have taken more than the share of the search, and what was found
     must not be lost. ``is_last``: as for ``confirm_speed``.

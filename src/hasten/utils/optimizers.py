@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hasten._torch_compat import chained_schedulers
 from hasten.core.errors import ConfigurationError
@@ -105,7 +106,7 @@ def fused_step_obstacle(optimizer: torch.optim.Optimizer, model: torch.nn.Module
 
 def _has_gaps(tensor: torch.Tensor) -> bool:
     """Whether a tensor in memory leaves numbers out, as a slice of columns does."""
-    is_plain = type(tensor.data) is torch.Tensor  # a subclass has its own memory format
+    is_plain = not is_lazy(tensor) and type(tensor.data) is torch.Tensor  # a subclass has its own memory format
     return is_plain and torch.empty_like(tensor, device="meta").stride() != tensor.stride()
 
 

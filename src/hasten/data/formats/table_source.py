@@ -12,20 +12,21 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
 import numpy
 import pyarrow
+import pyarrow.types as types
 import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
 from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
 from hasten.data.formats.table_files import MEMORY_FRACTION, FileMetadata, Format, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
-from hasten.data.formats.table_types import is_number
+from hasten.data.formats.table_types import plain, shape_of
 from hasten.data.io.paths import FileMissingError, check_unchanged, file_signature, is_file_error, resolve_paths
 from hasten.data.progress import rate_reporter
 from hasten.data.source import BadRow, BadRowPolicy, Source
@@ -135,9 +136,18 @@ class Table(Source):
         }
 
     def any_fill(self) -> dict[str, Any]:
-        """A ``fill`` for all columns of numbers and text: zeros and empty strings."""
-        texts = {name: "" for name, kind in self._layout.types.items() if str(kind) == "large_string"}
-        return texts | {name: 0 for name, kind in self._layout.types.items() if is_number(kind)}
+        """A ``fill`` for all inputs, also inside of lists and structs: zeros and empty strings."""
+
+        def fills(name: str, kind: Any) -> Iterator[tuple[str, Any]]:
+            if types.is_struct(kind):
+                for field in kind:
+                    yield from fills(f"{name}.{field.name}", plain(field.type))
+                return
+            element = shape_of(kind)[1]
+            element = plain(element.value_type if types.is_large_list(element) else element)
+            yield name, {"large_string": "", "large_binary": b""}.get(str(element), 0)
+
+        return dict(pair for name in self._layout.inputs for pair in fills(name, self._layout.types[name]))
 
     @cached_property
     def classes(self) -> list[str] | None:

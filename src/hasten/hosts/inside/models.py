@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hasten._torch_compat import get_module_call, get_set_module_call, intercept_module_calls, set_module_call
 from hasten.hosts.inside.sites import Sites
@@ -99,7 +100,7 @@ class ModelSeam:
         """Tells evaluations of copies of a root, such as moving averages of its weights, that no step has called."""
 
         def shapes(module: nn.Module) -> list[torch.Size]:
-            return [parameter.shape for parameter in module.parameters()]
+            return [() if is_lazy(parameter) else parameter.shape for parameter in module.parameters()]
 
         parts = {id(part) for root in self.roots for part in root.modules()}
         of_roots = [shapes(root) for root in self.roots]
@@ -107,8 +108,9 @@ class ModelSeam:
             for module in (outer, getattr(outer, "module", None)):  # of an AveragedModel
                 is_new = isinstance(module, nn.Module) and id(module) not in {*self.known, *parts}
                 if is_new and shapes(module) in of_roots:
-                    self.known[id(module)] = module
-                    set_module_call(module, self._told_apart(module, get_module_call(module)))
+                    before, call = get_set_module_call(module), self._told_apart(module, get_module_call(module))
+                    vars(call)["of_copy"] = before
+                    set_module_call(module, call)
 
     def forget_teachers(self) -> None:
         """Takes a root in eval mode that each step so far has called, and none has trained, for a part of the step."""
@@ -192,7 +194,9 @@ class ModelSeam:
         lines = [entry["site"].rpartition("#")[0] for entry in self.sites.records.get("models", ())]
         if self.sites.early or self.sites.line() not in lines:  # the models of all folds are one in the code
             self.sites.note("models", module, called=True)
-        before = get_set_module_call(module)
+        own: Any = get_set_module_call(module)
+        before = getattr(own, "of_copy", own)  # it was taken for a copy, such as the model of a later fold
+        set_module_call(module, before)
         call = self.wrap(module, lambda: get_module_call(module)) if self.wrap else get_module_call(module)
         under_methods = self._told_apart(module, call)
         vars(under_methods)["before"] = before
@@ -263,7 +267,7 @@ class ModelSeam:
         if self.began is None:
             return
         if now:
-            self.ended = time.perf_counter()
+            self.ended = self.steps.last_ended = time.perf_counter()  # another one before the next step begins here
             if self.on_gpu:
                 self.on_gpu[1].record(torch.cuda.current_stream(self.device))
         seconds = self.ended - self.began

@@ -253,7 +253,7 @@ class Session:
         if count == self.search_until:
             models.stop_searching()
             if count == ROOT_SEARCH_STEPS and not self.is_real:
-                models.forget_teachers()
+                self._forget_teachers()
                 models.watch_copies()
             if self.composition:
                 self.composition.has_trained = True
@@ -261,6 +261,13 @@ class Session:
             self.steps.remaining = 1
         if count >= self.search_until and not self.wants_evaluation:
             self.steps.on_step = None
+
+    def _forget_teachers(self) -> None:
+        self.models.forget_teachers()
+        seen = len(self.models.evaluations)
+        self.evaluations_before = min(self.evaluations_before, seen)
+        if self.block:
+            self.block.evaluations = min(self.block.evaluations, seen)
 
     def _after_new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Searches for the root of an optimizer made after the first steps, as in each fold; MAX_SEARCHES times."""
@@ -286,7 +293,8 @@ class Session:
     def _refuse_clipping(self, *_: Any, **__: Any) -> NoReturn:
         """Ends the process where the script clips gradients that hold the scale of the loss until the update."""
         what = f"{self.spec['name']} clips its gradients before the update, where float16 has them scaled"
-        self._fail(ConfigurationError(f"{what}; leave float16 out"))
+        ended = "; train without it from the last checkpoint" if self.is_real and self.steps.count else ""
+        self._fail(ConfigurationError(f"{what}; leave float16 out{ended}"))
 
     def _refuse_gradients(self, error: Exception) -> None:
         """Ends a trial, or warns, where methods that change gradients cannot know which ones they should change."""
