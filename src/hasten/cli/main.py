@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _silence_libraries()
     _show_hasten_warnings()
     # Rank 0 answers for all ranks of a job, of which a script is none: a cluster's WORLD_SIZE is that of its own.
-    mute = not (is_main_process() or is_script) and any(argument in launch.COMMANDS for argument in argv)
+    verb = next((argument for argument in argv if argument in COMMANDS), None)
+    is_rank = in_job() and not is_script and verb in launch.COMMANDS
+    mute = is_rank and not is_main_process()
     signals = _interrupt_on_signals() if owns_process else []
     if is_managed_rank() and owns_process:
         die_with_parent()
@@ -90,10 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:  # the task's code may raise anything
         ending, interrupted = _result_of_error(error), isinstance(error, KeyboardInterrupt)
     code, line = ending.code, ending.message
-    if in_job() and line is None and not is_script:
+    if is_rank and line is None:
         code = 0  # a result that is a "no" must not make torchrun stop or restart the other ranks
     if is_managed_rank():  # the launcher prints the result
-        write_result(ending)
+        try:
+            write_result(ending)
+        except OSError as error:  # such as a full disk, which may be what ended the rank
+            _print_line(line or f"the result of this rank cannot be written: {error.strerror}")
+            code = code or 1
         return _exit_now(code) if owns_process else code
     if owns_process:  # another Ctrl-C must not interrupt torch's clean-up
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

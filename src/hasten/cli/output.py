@@ -1,11 +1,12 @@
 """The result of a command, and how it reaches standard output: text for a person or one JSON object for a program."""
 
+import ctypes
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -48,13 +49,17 @@ def stdout_reserved_for_answer() -> Iterator[None]:
     """Redirect file descriptor 1 to standard error while a command runs. Output of the task's code, of C libraries and
     of child processes then cannot mix with the answer on standard output.
     """
-    sys.stdout.flush()
+    stream = sys.stdout
+    stream.flush()
     saved = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
+        with suppress(OSError, ValueError):  # it still goes to standard error; the task may have closed it
+            stream.flush()
+        ctypes.CDLL(None).fflush(None)  # what C libraries have printed
         os.dup2(saved, 1)
         os.close(saved)
 

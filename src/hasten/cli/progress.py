@@ -18,6 +18,7 @@ from hasten.utils.durations import format_duration
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+WITHOUT_BAR = ("dumb", "unknown")  # terminals on which rich draws nothing
 INITIAL_DELAY_S = 2.0
 BAR_INTERVAL_S = 0.5  # drawing the bar takes about a millisecond
 LINE_INTERVAL_S = 15.0  # between two lines at least
@@ -29,7 +30,7 @@ def progress_display(quiet: bool) -> Iterator[ProgressCallback]:
     """Context manager: a callback that shows progress on standard error; a bar is erased at the end."""
     if quiet:
         yield no_progress
-    elif sys.stderr.isatty():
+    elif sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in WITHOUT_BAR:
         yield from _bar()
     else:
         yield _lines()

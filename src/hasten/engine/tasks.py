@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -164,6 +165,13 @@ class TaskRef:
             file = Path(self.file or inspect.getsourcefile(_workload(self.name)) or "")
             sources = [path.read_bytes() for path in [file, *(_imported_from(file.parent) if self.file else ())]]
         return f"{self.name}-{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}"
+
+    @property
+    def argument(self) -> str:
+        """The task as the command line takes it in the current directory."""
+        if self.file is None or self.command:
+            return self.name
+        return f"{os.path.relpath(self.file)}:{self.name.rpartition(':')[2]}"
 
     def __str__(self) -> str:
         return self.name

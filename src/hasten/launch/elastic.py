@@ -112,7 +112,8 @@ class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
             default = "a rank was asked to end" if is_single_node else "ranks of another node were lost"
             lost, most = describe_lost_rank(results, codes) or default, worker_group.spec.max_restarts
             which = f"restart {most - self.remaining_restarts + 1} of {most}"
-            what = f"{lost}; restarting all ranks from the newest checkpoint, {which}"
+            wait = "" if is_single_node else ", once enough nodes have met"
+            what = f"{lost}; restarting all ranks from the newest checkpoint, {which}{wait}"
             warnings.warn(what, HastenWarning, stacklevel=2)
 
     def _state_of(self, worker_group: WorkerGroup) -> RunResult:

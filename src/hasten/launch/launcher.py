@@ -37,7 +37,7 @@ from hasten.engine.data_adapters import check_process_count
 from hasten.engine.resources import OUR_THREADS, available_cpus, free_memory, warn_oversubscribed
 from hasten.engine.tasks import TaskRef
 from hasten.launch import elastic
-from hasten.launch.rank_results import PARENT, RESUME_DIR, read_results
+from hasten.launch.rank_results import PARENT, RESUME_DIR, read_results, run_directory
 from hasten.launch.rendezvous import LOOPBACK, TIMEOUT_S, hosts_rendezvous, interface_of, local_address
 from hasten.utils.signals import handle_signals
 
@@ -143,9 +143,8 @@ def _run_with_new_stores(job: _Job) -> RunResult | None:
         except STORE_LOST:
             lost = f"{job.rdzv_endpoint} does not answer any more"
             if restarts == 0:
-                advice = "restart the same command on all nodes with --resume"
                 problem = f"{lost}: the node that hosts the rendezvous is lost, no restart is left"
-                raise RunError(f"{problem}; {advice}") from None
+                raise RunError(f"{problem}; {_how_to_start_again(job.directory)}") from None
         restarts, timeout = restarts - 1, RENDEZVOUS_TIMEOUT_S
         warnings.warn(f"{lost}; waiting for the same command on that node", HastenWarning, stacklevel=3)
 
@@ -186,7 +185,7 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
         raise _job_error(job.directory, {}, "the job has ended on another node") from None
     except RendezvousTimeoutError:
         problem = f"fewer than {job.nnodes[0]} nodes have come to {job.rdzv_endpoint} in {RENDEZVOUS_TIMEOUT_S} s"
-        raise RunError(f"{problem}; start the same command on all nodes") from None
+        raise RunError(f"{problem}; {_how_to_start_again(job.directory)}") from None
     finally:
         has_met = agent.get_worker_group().group_world_size is not None
         ends_job &= hosts or has_met  # a node that has only waited does not end the job
@@ -194,6 +193,11 @@ def _run_agent(job: _Job, restarts: int, hosts: bool) -> RunResult | None:
             if ends_job:
                 handler.shutdown()
             elastic.leave_rendezvous(store, waits=hosts and ends_job)
+
+
+def _how_to_start_again(directory: str) -> str:
+    run = run_directory(directory)
+    return "start the same command on all nodes" + (f" with --out {run} --resume" if run else "")
 
 
 def _create_backend(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
@@ -232,7 +236,8 @@ def _job_error(
     failed = [(rank, result, result.message) for rank, result in results.items() if result.message]
     has_root_cause = any(not result.is_peer_failure for _, result, _ in failed)
     if not has_root_cause and (lost := elastic.describe_lost_rank(results, codes)):
-        return RunError(f"{lost}; the other ranks were ended")
+        run = run_directory(directory)
+        return RunError(f"{lost}; the other ranks were ended{f'; resume with --out {run} --resume' if run else ''}")
     if not has_root_cause and is_single_node and elastic.is_mutual_timeout(results, codes):
         waited = max(result.waited for result in results.values())
         return RunError(f"the ranks have waited {waited:g} s for each other: {MISMATCH}")

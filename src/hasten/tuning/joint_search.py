@@ -26,7 +26,6 @@ import torch
 
 from hasten.core.recipe import Recipe
 from hasten.tuning.budget import OutOfBudgetError
-from hasten.tuning.confirm import quality_risks
 from hasten.tuning.study import Study
 from hasten.tuning.systems import (
     Candidate,
@@ -194,11 +193,11 @@ def add_lengthened(
 ) -> Recipe | None:
     """Adds the last of the recipes with a longer training, which ends better and is easier to prove.
 
-    Its length is that at which the search would have seen it end clearly better than it must, where two lengths of this
-    recipe lie on both sides of it, else LONGER times the one that it has. ``recipes`` are each faster than the one
-    before it; the new one is put before those whose trainings are shorter. Returns it; None if the last recipe sets no
-    length, or hardly a shorter one than the task. ``items`` are those of ``search_jointly``; ``metrics`` gives the
-    final metrics of a recipe in the search.
+    Its length is that at which it would end clearly better than it must, by the ends of the recipes at the lengths
+    around it, whatever else differs between these; LONGER times the one that it has where they do not tell. ``recipes``
+    are each faster than the one before it; the new one is put before those whose trainings are shorter. Returns it;
+    None if the last recipe sets no length, or hardly a shorter one than the task. ``items`` are those of
+    ``search_jointly``; ``metrics`` gives the final metrics of a recipe in the search.
     """
     found = Space(items).length
     if found is None or not recipes or found[0][0] not in recipes[-1].methods:
@@ -207,18 +206,13 @@ def add_lengthened(
     last, now = recipes[-1], recipes[-1].methods[method].get(option)
     if now is None:
         return None
-
-    def of_length(recipe: Recipe, value: float) -> Recipe:
-        return recipe.with_method(method, **{**recipe.methods[method], option: value})
-
-    same = [each for each in recipes if method in each.methods and option in each.methods[method]]
-    same = [each for each in same if quality_risks(of_length(each, now)) == quality_risks(last)]
-    ends = {each.methods[method][option]: fmean(end) for each in same if (end := metrics(each))}
-    longer = _provable_length(ends, baseline) or LONGER * now
-    value = length.times(longer / length.of)
+    lengths = [(each.methods[method].get(option), metrics(each)) for each in recipes if method in each.methods]
+    ends = {value: fmean(end) for value, end in lengths if value is not None and end}
+    provable = _provable_length(ends, baseline) or 0.0
+    value = length.times((provable if provable > now else LONGER * now) / length.of)
     if value <= now or value / length.of > length.high:
         return None
-    recipe = of_length(last, value)
+    recipe = last.with_method(method, **{**last.methods[method], option: value})
     if recipe not in recipes:
         is_shorter = [each.methods.get(method, {}).get(option, math.inf) < value for each in recipes]
         recipes.insert(is_shorter.index(True), recipe)

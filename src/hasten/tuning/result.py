@@ -129,7 +129,7 @@ def result_of(
         memory = {"baseline": measured["a"], "tuned": measured["b"]}
     result: Any = {
         "kind": "tune",
-        "task": str(study.task),
+        "task": study.task.argument,
         "command": study.task.command,
         "processes": study.processes,
         "verdict": "faster" if chosen else "one process is faster" if state.one_process_is_faster else "no improvement",

@@ -232,7 +232,7 @@ def search_directory(task: Any, out: str | Path | None = None) -> Path:
     if out is not None:
         return Path(out)
     ref = TaskRef.of(task)
-    name = "tune-" + re.sub(r"[^\w-]", "-", str(ref))
+    name = "tune-" + re.sub(r"[^\w-]+", "-", ref.argument)
     numbered = (Path("runs", f"{name}-{number}" if number > 1 else name) for number in count(1))
     return next(path for path in numbered if not ref.command or _command_of(path) in (None, ref.command))
 
