@@ -164,7 +164,7 @@ def test_inspect_undecodable_files_are_reported_beside_the_others(tmp_path):
     assert "not a JPEG or PNG" in result["trouble"] and result["files"] == 12 and result["storages"] == []
     lists = pa.table({"list": [[1], None]})
     result = inspect(write_table(tmp_path / "lists", content=lists), budget=BUDGET)
-    assert "'list' lacks" in result["trouble"] and result["rows"] == 2 and result["speed"]["disk"] != 0
+    assert "column 'list'" in result["trouble"] and result["rows"] == 2 and result["speed"]["disk"] != 0
 
 
 def test_inspect_measures_a_table_whose_numbers_and_text_are_missing(tmp_path):

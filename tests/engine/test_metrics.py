@@ -26,7 +26,8 @@ def measured(metric, batches, **changes):
 
 SCORES = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
 RIGHT = torch.tensor([1, 0, 0])
-RAGGED = torch.tensor([[[0.0] * 10, [1.0] * 5 + [-1.0] * 5]] * 2)  # of shape (2, 2, 10); half of 20 are class 0
+LINES = SCORES[:2, :, None].repeat(1, 1, 3), RIGHT[:2, None].repeat(1, 3)  # scores of 2 classes, 3 tokens in a sample
+LONG = torch.tensor([[[0.0] * 10, [1.0] * 5 + [-1.0] * 5]] * 2)  # 10 tokens in a sample, half of them of class 0
 PREDICTED, WANTED = torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 1.0])
 
 
@@ -41,7 +42,7 @@ PREDICTED, WANTED = torch.tensor([[1.0], [3.0]]), torch.tensor([2.0, 1.0])
         ("accuracy", [(SCORES, torch.tensor([1, -100, 1]), 0.5)], 1.0),  # what the loss ignores does not count
         ("accuracy", [(SCORES, torch.tensor([0, -100, -100]), 0.5), (SCORES, torch.tensor([1, 0, 1]), 0.5)], 3 / 4),
         ("accuracy", [(SCORES, torch.full((3,), -100), 0.5), (SCORES, RIGHT, 0.5)], 2 / 3),
-        ("accuracy", [(SCORES[:2, :, None], RIGHT[:2, None], 0.5), (RAGGED, torch.zeros(2, 10).long(), 0.5)], 12 / 22),
+        ("accuracy", [(*LINES, 0.5), (LONG, torch.zeros(2, 10).long(), 0.5)], 16 / 26),
         ("loss", [(SCORES, RIGHT, 0.5), (SCORES[:1], RIGHT[:1], 0.9)], 0.6),
         ("perplexity", [(SCORES, RIGHT, 2.0)], math.exp(2)),
         ("bits per character", [(SCORES, RIGHT, math.log(2))], 1.0),
