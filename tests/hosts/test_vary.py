@@ -203,6 +203,7 @@ def test_number_that_does_not_reach_the_script_has_no_effect(tmp_path):
         ({"pretraining_steps": 70}, 70),
         ({"max_steps": -1, "finetune_epochs": 10}, 40),
         ({"max_steps": math.inf, "epochs": 10}, 40),
+        ({"max_train_steps": 20, "num_train_epochs": 10}, 20),
         ({"epochs": 0, "lr": 3, "batch_size": 8}, None),
     ],
 )

@@ -153,10 +153,15 @@ class ScriptArm(ScriptWorker):
             rounds.append(self.train(WARM_UP_STEPS))
         step = min(block["seconds"] / block["samples"] for block in rounds) * self.samples_per_step
         known = remember(self.script, self._ask("describe")) if not self.methods and not self.has_ended else known
-        length = self.total or (None if is_changed else known.get("expected_steps"))
+        length = self.total if is_changed else self.total or self._expected_steps(known)
         plan = self._plan(known, max(0.0, seconds - step), step, length)
         plan |= {} if with_evaluation else {"evaluation": None}
         return plan | {"effects": effects, "facts": described["facts"], "peak_memory": self.peak_memory()}
+
+    def _expected_steps(self, known: dict[str, Any]) -> int | None:
+        """Steps of a whole run by its arguments; None if unknown, or of a part only: the script has trained longer."""
+        expected, seen = known.get("expected_steps"), max(self.steps, known.get("watched_steps") or 0)
+        return expected if expected and expected > seen else None
 
     def _plan(self, known: dict[str, Any], start: float, step: float, length: int | None) -> dict[str, Any]:
         """The part of the plan that follows from the site map ``known``, the seconds of the start and of a step, and
@@ -277,7 +282,7 @@ class WatchedArm(ScriptArm):
         if not first:
             return super().build(with_evaluation)
         self.samples_per_step = known["samples_per_step"] or 1
-        length = known.get("total_steps") or known.get("expected_steps")
+        length = known.get("total_steps") or self._expected_steps(known)
         plan = self._plan(known, first["start"], first["step"], length)
         return plan | {"effects": {}, "facts": known["facts"], "peak_memory": [known["memory"]]}
 

@@ -102,13 +102,15 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], batches
     numbers = {name: value for name, value in arguments.items() if type(value) in (int, float) and 0 < value < math.inf}
     given = {name: value for name, value in numbers.items() if names_length(name)}
     whole = {name: value for name, value in given.items() if names_whole_length(name)}  # others may be those of a part
-    found: list[float] = []
+    found, most = list[float](), math.inf
     for name, value in (whole or given).items():
         if "epoch" not in name.lower():
             found.append(value)
+            if "max" in name.lower():  # it ends the training whatever the epochs are
+                most = min(most, value)
         elif lengths:
             found.append(value * max(lengths) / batches)
-    return int(max(found)) if found else None
+    return int(min(most, max(found))) if found else None
 
 
 def _evaluations(session: Session) -> dict[str, Any]:

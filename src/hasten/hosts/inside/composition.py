@@ -223,7 +223,7 @@ class Composition:
         """Runs the update of an optimizer under the methods, and returns its result; ``update`` is its own step."""
         if self.run.model is None:  # not called as a whole: there is nothing that the methods were built for
             return update()
-        if self.is_later and optimizer not in self.updates:
+        if optimizer not in self.updates and (self.is_later or _trains_none_of(optimizer, self.run.model)):
             self.expected = optimizer
         if not self._acts_on_gradients():  # gradients of a changed loss are left out, as those that overflow
             return None if self.changed_loss else update()
@@ -300,6 +300,13 @@ def _trains_only(optimizer: Optimizer, model: nn.Module | None) -> bool:
     own = None if model is None else {id(parameter) for parameter in model.parameters()}
     groups = getattr(optimizer, "param_groups", ())  # not of an optimizer of Keras
     return own is None or all(id(parameter) in own for group in groups for parameter in group["params"])
+
+
+def _trains_none_of(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer has parameters, none of which belongs to the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [id(weight) for group in getattr(optimizer, "param_groups", ()) for weight in group["params"]]
+    return bool(held) and own.isdisjoint(held)
 
 
 def _to_float32(tensor: torch.Tensor) -> torch.Tensor:

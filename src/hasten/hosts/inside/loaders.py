@@ -157,7 +157,10 @@ class LoaderSeam:
     def next_batch(self, read: Callable[[], Any], record: dict[str, Any] | None) -> Any:
         """The batch that ``read`` returns to the script, from the loader of ``record``."""
         phases = self.phases
-        began = phases.now() if phases.running and record is not None and record["role"] == TRAINING else None
+        is_timed = phases.running and record is not None and record["role"] == TRAINING
+        # an evaluation may read the same loader; the first batch of an epoch, after an evaluation, is one of training
+        is_timed = is_timed and (record is not self.last or not self.is_evaluating())
+        began = phases.now() if is_timed else None
         try:
             batch = read()
         except StopIteration:

@@ -38,6 +38,7 @@ def seed_process(shift: int, sites: Sites) -> None:
     if numpy is not None:  # torch imports it where it is installed
         numpy.random.seed(shift % 2**32)
     places: list[tuple[Any, str]] = [(torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed")]
+    places += [(torch.cuda, "manual_seed"), (torch.cuda, "manual_seed_all")]  # most scripts call them as well
     places += [(torch, "seed"), (torch.random, "seed")]  # these two take none
     if numpy is not None:
         places += [(numpy.random, "seed"), (numpy.random, "default_rng")]
