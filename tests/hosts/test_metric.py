@@ -111,6 +111,32 @@ def test_mode_of_the_model_tells_lines_apart_that_training_and_evaluation_print_
     found = find_metric(lines)
     assert isinstance(found, Found) and found.name == "Acc"
     assert found.values == pytest.approx([0.8050, 0.8051, 0.8052, 0.8053])
+    assert select_metric(series_of(lines), "Acc").values == found.values, "later runs are judged by the same numbers"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Epoch {e} - loss: 0.3{e} - acc: 0.9{e} - val_loss: 0.4{e} - val_acc: 0.8{e}",
+        "Epoch {e}: train loss 0.3{e} acc 0.9{e} | val loss 0.4{e} val acc 0.8{e}",
+        "| {e} | acc 0.9{e} | test acc: 0.8{e} |",
+    ],
+)
+def test_accuracy_of_the_training_that_is_printed_after_the_evaluation_is_not_chosen(line):
+    found = find_metric(timed([line.format(e=e) for e in EPOCHS], evaluating=True))
+    assert isinstance(found, Found) and found.values == pytest.approx([0.8 + e / 100 for e in EPOCHS])
+
+
+def test_accuracy_without_a_word_for_its_data_beside_that_of_the_training_is_not_chosen():
+    lines = [f"Epoch {e}: train loss 0.5{e} acc 0.8{e} | val loss 0.4{e} acc 0.7{e}" for e in EPOCHS]
+    found = find_metric(timed(lines, evaluating=True))
+    assert not isinstance(found, Found) or found.values[0] != 0.8
+
+
+def test_logged_accuracy_of_the_training_is_not_chosen_before_that_of_the_validation():
+    records = [(float(e), name, e / 10 + part, True) for e in EPOCHS for name, part in (("acc", 0.5), ("val_acc", 0.4))]
+    found = choose_metric(series_of_logged(records))
+    assert isinstance(found, Found) and found.name == "val_acc"
 
 
 def test_loss_of_the_training_that_is_printed_in_evaluation_mode_is_not_chosen():
@@ -134,6 +160,10 @@ def test_loss_of_the_training_that_is_printed_in_evaluation_mode_is_not_chosen()
             0.1,
         ),
         (["val acc 98%", "val acc 99%"], [0.98, 0.99], 0.01),
+        (["Test accuracy after 10 epochs: 91.20%", "Test accuracy after 20 epochs: 92.20%"], [0.912, 0.922], 1e-4),
+        (["Validation loss after 1000 steps: 2.31", "Validation loss after 2000 steps: 2.11"], [2.31, 2.11], 0.01),
+        (["val ppl: 1,365.40", "val ppl: 987.65"], [1365.4, 987.65], 0.01),
+        (["  epoch    val loss    n", "-------  --------  ---", "  1  0.31  7", "  2  0.28  7"], [0.31, 0.28], 0.01),
         (["Acc on 9,984 test images: 0.5", "Acc on 10,000 test images: 0.6"], [0.5, 0.6], 0.1),
         (["val acc 87 samples 10000", "val acc 88 samples 10000"], [87, 88], 1),
         (["Validation", "  1000 samples", "  acc 0.5", "Validation", "  1000 samples", "  acc 0.6"], [0.5, 0.6], 0.1),
@@ -152,6 +182,31 @@ def test_accuracy_whose_name_holds_the_number_of_images_is_found():
     found = find_metric(timed(cifar_tutorial()))
     assert isinstance(found, Found) and (found.name, found.direction) == ("test accuracy of the network", "max")
     assert found.values == [0.98] and found.resolution == pytest.approx(0.01)
+
+
+def test_bar_of_an_evaluation_is_no_metric():
+    bars = [f"Validation:  50%|\u2588\u2588\u2588     | 20/40 [00:0{e}<00:01, 18.5it/s]" for e in EPOCHS]
+    assert find_metric(timed([*bars, "Epoch 3: 0.31 0.35"], evaluating=True)) is None
+
+
+def test_threshold_of_the_coco_summary_is_no_metric():
+    line = " Average {} @[ IoU={:<9} | area={:>6} | maxDets={:>3} ] = {:.3f}"
+    output = []
+    for e in EPOCHS:
+        output += [line.format("Precision  (AP)", "0.50:0.95", "all", 100, 0.3 + e / 10)]
+        output += [
+            line.format("Precision  (AP)", "0.50", "all", 100, 0.5),
+            line.format("Recall     (AR)", "0.50:0.95", "all", 1, 0.2),
+        ]
+    found = find_metric(timed(output, evaluating=True))
+    assert isinstance(found, Found) and found.direction == "max"
+    assert found.values == pytest.approx([0.3 + e / 10 for e in EPOCHS])
+
+
+def test_names_in_another_script_are_asked_for_and_can_be_given():
+    output = [f"epoch {e} \u9a8c\u8bc1\u96c6\u51c6\u786e\u7387\uff1a0.8{e}" for e in EPOCHS]
+    found = select_metric(series_of(timed(output, evaluating=True)), "\u9a8c\u8bc1\u96c6\u51c6\u786e\u7387:max")
+    assert found.direction == "max" and found.values == pytest.approx([0.8 + e / 100 for e in EPOCHS])
 
 
 def test_training_of_one_epoch_has_the_metric_that_it_prints_once():
@@ -226,6 +281,9 @@ def test_request_with_a_colon_in_the_name_keeps_it():
         ("eval_samples_per_second", "validation", "", 0),
         ("Val", "validation", "", 0),
         ("device", "", "", 0),
+        ("val_loss_dice", "validation", "min", 1),
+        ("val/loss_iou", "validation", "min", 1),
+        ("Val loss/acc", "validation", "", 1),
     ],
 )
 def test_name_says_on_which_data_and_which_direction_is_better(name, phase, direction, kind):

@@ -97,7 +97,8 @@ def select_metric(series: Sequence[Series], request: str) -> Found:
         known = [one.name for one in series if meaning_of(one.name).direction] or [one.name for one in series]
         hint = suggest(name, known) if known else "; the training printed no number with a name"
         raise ConfigurationError(f"the training printed no metric {name!r}{hint}")
-    matches.sort(key=lambda one: (_rank(one), _evidence(one)), reverse=True)
+    # training and evaluation may print lines alike, whose numbers have one name
+    matches.sort(key=lambda one: (one.phase in HELD_OUT, _rank(one), _evidence(one)), reverse=True)
     if not same and len({(*meaning_of(one.name).identity, one.phase) for one in matches}) > 1:
         raise question(Ambiguous(f"--metric {name!r} fits several values", _distinct(matches)))
     direction = direction or meaning_of(matches[0].name).direction
@@ -159,8 +160,10 @@ def _rank(series: Series) -> tuple[int, ...]:
 
 
 def _evidence(series: Series) -> tuple[int, ...]:
-    """Sort key between series of equal rank, largest first: no line of progress, a phase of its own, more values."""
-    return (not series.in_progress, not series.inherited, len(series.values))
+    """Sort key between series of equal rank, largest first: no line of progress, a phase of its own, in words rather
+    than by the model's mode, more values.
+    """
+    return (not series.in_progress, not series.inherited, series.phase != "evaluation", len(series.values))
 
 
 def _distinct(series: Sequence[Series]) -> tuple[Series, ...]:

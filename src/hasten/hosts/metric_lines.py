@@ -19,20 +19,26 @@ Line = tuple[float, str, bool]  # seconds, text, printed while the model was in 
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _BAR = re.compile(r"[\u2500-\u259f]+|[=>#.*_-]{3,}")
-_SAMPLES = r"\d[\d,]*\s+(?:[A-Za-z]+\s+){0,2}(?:samples|images|examples)(?![\w/]|\s+(?:per\b|\d))"  # 10000 test images
-_ON_SAMPLES = re.compile(rf"\s*(?:\b(?:on|of|for|over|from|in)\s+(?:(?:the|all)\s+)*)?\b{_SAMPLES}", re.IGNORECASE)
+_SAMPLES = r"\d[\d,]*\s+(?:[A-Za-z]+\s+){0,2}(?:samples|images|examples|epochs|steps|iterations)"
+_SAMPLES += r"(?![\w/]|\s+(?:per\b|\d))"  # 10000 test images
+_ON_SAMPLES = re.compile(
+    rf"\s*(?:\b(?:on|of|for|over|from|in|after|at)\s+(?:(?:the|all)\s+)*)?\b{_SAMPLES}", re.IGNORECASE
+)
 _NUMBER = re.compile(
     rf"""
       (?P<time> \d{{4}}-\d\d-\d\d (?:[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?)? | \d+:\d\d(?::\d\d)?(?:[.,]\d+)? )
     | (?<![\w.@/]) (?P<a> \d+ ) \s* / \s* (?P<b> [1-9]\d* ) (?![\w./])
     | (?<![\w.@]) (?<!top-) (?<!acc-) (?<!hits-) (?!{_SAMPLES})  # a part of a name: Acc@1, top-5
-      (?P<number> (?:(?<![\w)\]])[-+])? (?: (?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)? | (?:nan|inf)(?!\w) ) )
+      (?P<number> (?:(?<![\w)\]])[-+])? (?:
+          (?<=[ :=(+-])\d{{1,3}}(?:,\d{{3}})+\.\d+(?![\d,])  # 1,365.40
+        | (?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)? | (?:nan|inf)(?!\w) ) )
       (?!\.?\d) (?: (?P<percent>\s?%) | (?P<unit>[A-Za-z\u00b5]+(?:/[A-Za-z]+)?|/[A-Za-z]+) )?
     """,
     re.VERBOSE | re.IGNORECASE,
 )
 _WORD = re.compile(r"(?<![\w./-])[A-Za-z]+(?![\w/-]|\.\w)")  # not a part of an identifier, path or module
-_SEPARATOR = re.compile(r"[|,;:=(){}\[\]\"'*\t<>]|\s-+\s|\s{3,}")
+_COCO = re.compile(r"\((A[PR])\) @\[ IoU=(\S+) +\| area= *(\w+) \| maxDets= *(\d+) \]")
+_SEPARATOR = re.compile(r"[|,;:=\uff1a\uff0c\uff08\uff09(){}\[\]\"'*\t<>]|\s-+\s|\s{3,}")
 _MAX_HEADING_WORDS = 4
 _NOT_A_HEADING = {"data", "dataset", "datasets", "loader", "loading", "split", "files", "file", "path", "samples"}
 _NOT_A_HEADING |= {"images", "examples"}
@@ -122,7 +128,8 @@ def _entries(lines: Iterable[Line]) -> Iterator[_Entry]:
             words = words_of(text)
             is_heading = 0 < len(words) <= _MAX_HEADING_WORDS and not _NOT_A_HEADING & set(words)
             heading, seen = phase_of(words) if is_heading else "", set()
-            header, before = text, ""
+            is_rule = not words and bool(raw.strip())  # between the header of a table and its rows
+            header, before = header if is_rule else text, ""
             continue
         if columns := _named_by_columns(text, header, numbers):
             numbers = columns
@@ -141,7 +148,13 @@ def _entries(lines: Iterable[Line]) -> Iterator[_Entry]:
 def _printed(raw: str) -> str:
     """What a terminal shows of a line: after its last carriage return, without colors and bars."""
     text = raw.rstrip("\r\n").rpartition("\r")[2].rpartition("\b")[2]
-    return _BAR.sub(" ", _ESCAPE.sub("", text)).rstrip()
+    return _BAR.sub(" ", _COCO.sub(_coco_name, _ESCAPE.sub("", text))).rstrip()
+
+
+def _coco_name(match: re.Match[str]) -> str:
+    """The name of a number in the summary of pycocotools: ``(AP)``, or with its threshold, ``(AP_0.50_all_100)``."""
+    name, *of = match.groups()
+    return f"({name})" if of == ["0.50:0.95", "all", "100"] else f"({'_'.join([name, *of]).replace(':', '_')})"
 
 
 def _parse(text: str) -> tuple[_Number, ...]:
@@ -174,10 +187,12 @@ def _number(match: re.Match[str], template: str, name: str, phase: str, average:
         a, b = int(match["a"]), int(match["b"])
         is_metric = bool(set(words_of(name)) & (HIGHER | LOWER)) and a <= b
         return _Number(template, name, phase, a / b, 1 / b, average, is_metric, None if is_metric else (a, b))
-    value, step = float(match["number"]), _last_digit(match["number"])
+    printed = match["number"].replace(",", "")
+    value, step = float(printed), _last_digit(printed)
     if match["percent"]:
         value, step = value / 100, step / 100
-    return _Number(template, name, phase, value, step, average, is_metric=not match["unit"])
+    is_bar = bool(match["percent"]) and match.string.startswith("|", match.end())  # of tqdm
+    return _Number(template, name, phase, value, step, average, is_metric=not (match["unit"] or is_bar))
 
 
 def _last_digit(text: str) -> float:
@@ -204,11 +219,13 @@ def _name(gap: str) -> str:
 def _named_by_columns(text: str, header: str, numbers: tuple[_Number, ...]) -> tuple[_Number, ...]:
     """The numbers of a line with the names in the table's header; empty if the line is not a row under that header."""
 
-    def cells(line: str) -> list[str]:
+    def cells(line: str, gap: str) -> list[str]:
         prefix, _, columns = line.rpartition(": ")
-        return [re.sub(r"\d", "", prefix), *filter(None, re.split(r"[\s|,]+", columns))]
+        return [re.sub(r"\d", "", prefix), *filter(None, re.split(gap, columns))]
 
-    columns, values = cells(header), cells(text)
+    values = cells(text, r"[\s|,]+")
+    headers = [cells(header, gap) for gap in (r"[\s|,]+", r"\s*[|,]\s*|\s{2,}")]  # or with names of several words
+    columns = next((one for one in headers if len(one) == len(values)), headers[0])
     is_row = len(numbers) > 1 and not any(number.name for number in numbers[1:])
     if not is_row or len(columns) != len(values) or columns[0] != values[0]:
         return ()
@@ -230,7 +247,7 @@ def _series_of(index: int, entries: list[_Entry]) -> Series | None:
         return None
     if _is_printed_better(ends[-1].numbers, index):
         return None
-    phase, inherited = _phase([entry.numbers[index] for entry in entries], entries)
+    phase, inherited = _phase(index, entries)
     return Series(
         name=_full_name(number.name, phase, ends[-1].text),
         phase=phase,
@@ -250,8 +267,9 @@ def _full_name(name: str, phase: str, text: str) -> str:
     return f"{word} {name}".lower()
 
 
-def _phase(column: list[_Number], entries: list[_Entry]) -> tuple[str, bool]:
+def _phase(index: int, entries: list[_Entry]) -> tuple[str, bool]:
     """(phase of a number as in ``Series``, whether only a heading or the line before states it)."""
+    column, line = [entry.numbers[index] for entry in entries], entries[-1].numbers
     phases = {number.phase for number in column}
     if phases != {""}:
         return (phases.pop() if len(phases) == 1 else ""), False
@@ -259,6 +277,10 @@ def _phase(column: list[_Number], entries: list[_Entry]) -> tuple[str, bool]:
     for inherited in ({entry.heading for entry in entries}, {entry.before for entry in entries if is_task_metric}):
         if len(inherited) == 1 and (phase := inherited.pop()):
             return phase, True
+    before = next((one.phase for one in reversed(line[:index]) if one.phase), "")
+    later = {one.phase for one in line[index + 1 :] if not meaning_of(one.name).derived}
+    if before == "train" or (not before and later & {"validation", "test"}):  # "acc 0.91 val_acc 0.88"
+        return "", False
     # The loss of the training is often printed after an evaluation, with the model still in evaluation mode.
     is_certain = entries[0].mode_is_certain or is_task_metric
     return ("evaluation" if is_certain and all(entry.evaluating for entry in entries) else ""), False

@@ -79,7 +79,7 @@ class Meaning:
 def words_of(text: str) -> tuple[str, ...]:
     """The words of a name in lower case: ``val_loss``, ``valLoss``, ``Val-Loss`` and ``valloss`` are val, loss."""
     words: list[str] = []
-    for word in re.findall(r"[A-Za-z0-9]+", text):
+    for word in re.findall(r"[A-Za-z0-9]+|(?:(?![A-Za-z])[^\W\d_])+", text):  # or in another script
         low = word.lower()
         stem = low.rstrip("0123456789")
         if low in _WORDS or low in WITHOUT_MEANING:
@@ -89,13 +89,20 @@ def words_of(text: str) -> tuple[str, ...]:
         elif (fused := _FUSED.fullmatch(stem)) and fused[2] in _WORDS:
             words += [fused[1], fused[2], *filter(None, [low[len(stem) :]])]
         else:
-            words += [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", word)]
+            words += [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", word)] or [low]
     return tuple(words)
 
 
 def phase_of(words: Sequence[str]) -> str:
     """The data, "validation", "test" or "train", by the last of the words that names one of them; "" if none does."""
     return next((PHASES[word.lower()] for word in reversed(words) if word.lower() in PHASES), "")
+
+
+def _names_both(name: str) -> bool:
+    """Whether the parts of a name such as "acc/loss", of two numbers, are better in different directions."""
+    known = [{word for word in words_of(part) if word in HIGHER or word in LOWER} for part in name.split("/")]
+    known = [words for words in known if words]
+    return len(known) > 1 and any(words & HIGHER for words in known) and any(words & LOWER for words in known)
 
 
 @lru_cache(maxsize=10_000)
@@ -111,7 +118,10 @@ def meaning_of(name: str) -> Meaning:
     )
     direction, kind = "", 0
     if known and not beside:
-        direction = "max" if known[-1] in HIGHER and not {"error", "err"} & set(known) else "min"  # accuracy error
+        is_lower = bool(({"error", "err"} | LOSSES) & set(known))  # accuracy error, dice loss
+        direction = "max" if known[-1] in HIGHER and not is_lower else "min"
+        if "/" in name and _names_both(name):
+            direction = ""
         if not set(known) & (LOSSES | FUNCTIONS_OF_A_LOSS):
             kind = 3
         else:
