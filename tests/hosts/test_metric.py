@@ -253,7 +253,7 @@ def test_question_names_each_candidate_as_it_is_typed_with_three_values():
 
 def test_request_that_fits_several_metrics_asks():
     with pytest.raises(
-        ConfigurationError, match=r'fits several values; pass .* or --metric "loss_val:min" .* or --metric'
+        ConfigurationError, match=r'fits several values; pass --metric "loss_val:min" .* or --metric .* or --metric'
     ):
         select_metric(series_of(timed(gcn())), "loss")
 
