@@ -120,6 +120,7 @@ def test_mode_of_the_model_tells_lines_apart_that_training_and_evaluation_print_
         "Epoch {e} - loss: 0.3{e} - acc: 0.9{e} - val_loss: 0.4{e} - val_acc: 0.8{e}",
         "Epoch {e}: train loss 0.3{e} acc 0.9{e} | val loss 0.4{e} val acc 0.8{e}",
         "| {e} | acc 0.9{e} | test acc: 0.8{e} |",
+        "Epoch {e} | Loss 0.5{e} | Acc 0.8{e} | Test time 3.2s",
     ],
 )
 def test_accuracy_of_the_training_that_is_printed_after_the_evaluation_is_not_chosen(line):
@@ -163,6 +164,7 @@ def test_loss_of_the_training_that_is_printed_in_evaluation_mode_is_not_chosen()
         (["Test accuracy after 10 epochs: 91.20%", "Test accuracy after 20 epochs: 92.20%"], [0.912, 0.922], 1e-4),
         (["Validation loss after 1000 steps: 2.31", "Validation loss after 2000 steps: 2.11"], [2.31, 2.11], 0.01),
         (["val ppl: 1,365.40", "val ppl: 987.65"], [1365.4, 987.65], 0.01),
+        (["eval reward: 200 steps: 200", "eval reward: 180 steps: 180"], [200, 180], 1),
         (["  epoch    val loss    n", "-------  --------  ---", "  1  0.31  7", "  2  0.28  7"], [0.31, 0.28], 0.01),
         (["Acc on 9,984 test images: 0.5", "Acc on 10,000 test images: 0.6"], [0.5, 0.6], 0.1),
         (["val acc 87 samples 10000", "val acc 88 samples 10000"], [87, 88], 1),

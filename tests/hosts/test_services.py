@@ -49,6 +49,9 @@ def test_stored_trials_of_another_metric_or_other_varied_arguments_are_not_reuse
         (61.0, 110.0, 61, 100, True),  # it ends after 100 s, within the limit
         (99.0, 110.0, 99, 100, True),
         (109.0, 110.0, 222, 100, True),  # longer than its arguments say
+        (500.0, 576.0, 1000, 1000, True),  # its last evaluation
+        (500.0, 576.0, 1004, 1000, True),
+        (301.0, 3_000.0, 6000, 100, False),  # 100 is the length of a part
         (61.0, 110.0, 61, None, True),
         (301.0, 3_000.0, 301, None, False),  # its length is unknown
     ],

@@ -119,6 +119,17 @@ class Measurement:
     began: float = field(init=False)  # time of the first block
     by_position: list[tuple[int, Ratio]] = field(default_factory=list)  # (step of the first arm, ratio of the steps)
     later_failure: str = ""  # why there is no later stretch in ``by_position``
+    # known from the plans of the first pair
+    block_samples: float = field(init=False)  # training samples of a block, the same in both arms
+    start: float = field(init=False)  # training samples at which the blocks of each round begin
+    training_samples: float = field(init=False)  # of the whole training; 0 if its length is unknown
+    pair_seconds: float = field(init=False)  # of one block in each arm: expected, then as last measured
+    # known before the first block
+    build_seconds: float = field(init=False)  # until an arm is at the start of its blocks
+    is_single: bool = field(init=False)  # there is one round only, with as many blocks as the budget allows
+    most_pairs: int = field(init=False)  # of blocks in a round
+    look_count: int = field(init=False)  # looks at the interval, among which the error is divided
+    last_round: int = field(init=False)  # number of rounds that the budget allows
 
     def run_round(self, pair: Pair) -> None:
         """Times the blocks of a fresh pair of processes, and decides whether this was the last round."""
@@ -241,15 +252,20 @@ class Measurement:
             self._time_blocks(pair)
 
     def _count_looks(self, pairs: int, affordable: float) -> int:
-        """Looks of a single round from ``pairs`` on, which share the error. Those that only a ratio beyond doubt ends
-        have one share together: hardly an error can come from them.
+        """Number of looks among which a single round divides its error: it has ``pairs`` pairs of blocks, and the
+        budget allows ``affordable``.
+
+        In a comparison of a search (``max_rounds`` 1) each sure look ends it, so that each counts. In one that is
+        reported only a ratio beyond doubt ends it early; hardly an error comes from there, so these count as one.
         """
         early = sum(pairs <= look < affordable for look in self.looks[:-1])
         return 1 + (early if self.max_rounds == 1 else min(1, early))
 
     def _is_decided(self) -> bool:
-        """Whether a look at a single round ends it early. What stands for several rounds, and is reported, has to be
-        beyond doubt: a ratio that is taken at its first sure look is too large on average.
+        """Whether a look at a single round ends it.
+
+        In a comparison of a search any verdict does. A ratio that is reported must be beyond doubt: taken at the first
+        sure look it would be too large on average.
         """
         return self._judge() != UNSURE and (self.max_rounds == 1 or self._is_beyond_doubt())
 

@@ -161,7 +161,7 @@ class ScriptArm(ScriptWorker):
     def _expected_steps(self, known: dict[str, Any]) -> int | None:
         """Steps of a whole run by its arguments; None if unknown, or of a part only: the script has trained longer."""
         expected, seen = known.get("expected_steps"), max(self.steps, known.get("watched_steps") or 0)
-        return expected if expected and expected > seen else None
+        return expected if expected and expected >= seen else None
 
     def _plan(self, known: dict[str, Any], start: float, step: float, length: int | None) -> dict[str, Any]:
         """The part of the plan that follows from the site map ``known``, the seconds of the start and of a step, and

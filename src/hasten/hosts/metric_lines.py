@@ -19,8 +19,10 @@ Line = tuple[float, str, bool]  # seconds, text, printed while the model was in 
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _BAR = re.compile(r"[\u2500-\u259f]+|[=>#.*_-]{3,}")
-_SAMPLES = r"\d[\d,]*\s+(?:[A-Za-z]+\s+){0,2}(?:samples|images|examples|epochs|steps|iterations)"
-_SAMPLES += r"(?![\w/]|\s+(?:per\b|\d))"  # 10000 test images
+_COUNT = r"\d[\d,]*\s+(?:[A-Za-z]+\s+){0,2}"
+_AFTER = "|".join(rf"(?<=\b{word}\s)" for word in ("after", "at", "in", "for", "over", "of"))
+_SAMPLES = rf"(?:{_COUNT}(?:samples|images|examples)|(?:{_AFTER}){_COUNT}(?:epochs|steps|iterations))"
+_SAMPLES += r"(?![\w/]|\s+(?:per\b|\d))"  # 10000 test images, after 10 epochs
 _ON_SAMPLES = re.compile(
     rf"\s*(?:\b(?:on|of|for|over|from|in|after|at)\s+(?:(?:the|all)\s+)*)?\b{_SAMPLES}", re.IGNORECASE
 )
@@ -122,8 +124,9 @@ def _entries(lines: Iterable[Line]) -> Iterator[_Entry]:
     for seconds, raw, evaluating in lines:
         text = _printed(raw)
         numbers = _parse(text)
-        if not numbers and _ON_SAMPLES.search(text):
-            continue  # how many samples follow is no heading
+        if not numbers and _ON_SAMPLES.search(text):  # how many samples follow is no heading
+            before = phase_of(words_of(_ON_SAMPLES.sub(" ", text))) or before
+            continue
         if not numbers:
             words = words_of(text)
             is_heading = 0 < len(words) <= _MAX_HEADING_WORDS and not _NOT_A_HEADING & set(words)
@@ -278,7 +281,8 @@ def _phase(index: int, entries: list[_Entry]) -> tuple[str, bool]:
         if len(inherited) == 1 and (phase := inherited.pop()):
             return phase, True
     before = next((one.phase for one in reversed(line[:index]) if one.phase), "")
-    later = {one.phase for one in line[index + 1 :] if not meaning_of(one.name).derived}
+    of_model = [one for one in line[index + 1 :] if not (meaning_of(one.name).derived or meaning_of(one.name).beside)]
+    later = {one.phase for one in of_model}
     if before == "train" or (not before and later & {"validation", "test"}):  # "acc 0.91 val_acc 0.88"
         return "", False
     # The loss of the training is often printed after an evaluation, with the model still in evaluation mode.

@@ -139,7 +139,7 @@ def _may_end_within(limit: float, watched: float, steps: int, total: int | None)
 
     Its pace is known after WATCH_S seconds. Where ``total`` is None, not known, it may until UNKNOWN_LENGTH_WATCH_S.
     """
-    if total is None or steps >= total:  # what was taken for the length is that of a part
+    if total is None or steps > LONGER_RUN * total:  # what was taken for the length is that of a part
         return watched < UNKNOWN_LENGTH_WATCH_S
     return watched < WATCH_S or watched * total / max(1, steps) < limit
 

@@ -150,7 +150,8 @@ def model_directory(path: Path, report: Callable[[str], None]) -> Path:
             importlib.import_module("hasten.deploy.export").export_model(path)  # only now, since it imports torch
         except ConfigurationError as error:
             if exported.exists():  # a directory that was copied has the times of the copy
-                report(f"{weights} is newer than {exported}, which is served as it is; export it after a new training")
+                why = str(error).partition(";")[0]
+                report(f"{exported} is served though {weights} is newer, since {why}; export it after a new training")
                 return path
             advice = f"export it first: hasten export {path} --onnx --task TASK"
             raise ConfigurationError(f"{str(error).partition(';')[0]}; {advice}") from None

@@ -23,8 +23,8 @@ class Budget:
     """
 
     total: float
-    reserved: float = 0.0  # for later parts; a trial that runs into them is ended
-    withheld: float = 0.0  # for later parts; a trial that has begun may run into them
+    reserved: float = 0.0  # for later parts: a trial is ended where they begin
+    withheld: float = 0.0  # for later parts: no trial begins there, but one that runs may finish
     charged: float = 0.0  # of trials from the store
     withheld_wall: float = 0.0  # the same, of the seconds of this process
     wall: float = math.inf  # seconds that this process may take; less than the total where it continues a search

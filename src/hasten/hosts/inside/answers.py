@@ -106,7 +106,7 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], batches
     for name, value in (whole or given).items():
         if "epoch" not in name.lower():
             found.append(value)
-            if "max" in name.lower():  # it ends the training whatever the epochs are
+            if name in whole and "max" in name.lower():  # it ends the training whatever the epochs are
                 most = min(most, value)
         elif lengths:
             found.append(value * max(lengths) / batches)

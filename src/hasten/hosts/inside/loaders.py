@@ -151,7 +151,7 @@ class LoaderSeam:
         site = record["site"]
         known = {self.roles[site]} if site in self.roles else {*self.roles_of_line[_line_of(site)]}
         if len(known) == 1:
-            return known == {TRAINING}
+            return record["role"] == TRAINING or known == {TRAINING}
         return record["role"] == TRAINING or not _reads_in_order(loader)
 
     def next_batch(self, read: Callable[[], Any], record: dict[str, Any] | None) -> Any:

@@ -26,6 +26,7 @@ def seed_process(shift: int, sites: Sites) -> None:
     system chooses one, which makes the script irreproducible.
     """
     records, seen = sites.records.setdefault("seeds", []), set[tuple[str, bool]]()
+    inside: list[str] = []  # the function that runs: torch.manual_seed calls that of CUDA
 
     def on_seed(name: str, seed: int | None) -> None:
         if (name, seed is None) not in seen:
@@ -43,14 +44,23 @@ def seed_process(shift: int, sites: Sites) -> None:
     if numpy is not None:
         places += [(numpy.random, "seed"), (numpy.random, "default_rng")]
     for owner, name in places:
-        setattr(owner, name, _shifted(getattr(owner, name), shift, f"{owner.__name__}.{name}", on_seed))
+        setattr(owner, name, _shifted(getattr(owner, name), shift, f"{owner.__name__}.{name}", on_seed, inside))
 
 
-def _shifted(function: Any, shift: int, name: str, on_seed: Callable[[str, int | None], None]) -> Callable[..., Any]:
+def _shifted(
+    function: Any, shift: int, name: str, on_seed: Callable[[str, int | None], None], inside: list[str]
+) -> Callable[..., Any]:
     owner = os.getpid()
 
+    def outermost(*args: Any, **kwargs: Any) -> Any:
+        inside.append(name)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            inside.pop()
+
     def shifted(*args: Any, **kwargs: Any) -> Any:
-        if os.getpid() != owner:  # loader workers seed themselves
+        if os.getpid() != owner or inside:  # loader workers seed themselves
             return function(*args, **kwargs)
         keyword = next(filter(kwargs.__contains__, KEYWORDS), None)
         if keyword is not None:
@@ -58,9 +68,9 @@ def _shifted(function: Any, shift: int, name: str, on_seed: Callable[[str, int |
         if not args or args[0] is None:
             on_seed(name, None)
         if not args or not isinstance(args[0], Integral) or isinstance(args[0], bool):
-            return function(*args, **kwargs)
+            return outermost(*args, **kwargs)
         on_seed(name, int(args[0]))
-        return function(int(args[0]) + shift, *args[1:], **kwargs)
+        return outermost(int(args[0]) + shift, *args[1:], **kwargs)
 
     shifted.__name__ = getattr(function, "__name__", name)
     shifted.__doc__ = getattr(function, "__doc__", None)

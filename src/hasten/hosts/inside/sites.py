@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,7 +45,12 @@ class Sites:
         if kind == "loaders" and package in FRAMEWORKS:  # which make one anew for every epoch
             frames = frames_from(inspect.currentframe())
             lines = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames)
-            stack = (id(getattr(thing, "dataset", None)), *lines)  # one line of accelerate prepares several
+            length = None
+            with suppress(Exception):  # of a stream
+                length = len(thing.dataset)
+            sampler = type(getattr(thing, "sampler", None)).__name__
+            # one line of accelerate prepares several
+            stack = (getattr(thing, "batch_size", None), sampler, length, *lines)
             if (kind, stack) in self.by_stack:
                 record = self.by_object[thing] = self.by_stack[kind, stack]
                 return record
