@@ -44,7 +44,8 @@ class Layout:
         check_name("target=", target)
         path, schema = next(iter(schemas.items()))
         known = _columns(schema) if columns is None else schema.names
-        wanted = list(dict.fromkeys([*(known if columns is None else columns), *([] if target is None else [target])]))
+        chosen: list[str] = [*(known if columns is None else columns), *([] if target is None else [target])]
+        wanted = list(dict.fromkeys(chosen))
         for name in wanted:
             if name not in known:
                 raise ConfigurationError(f"{path} has no column {name!r}{suggest(name, known)}")

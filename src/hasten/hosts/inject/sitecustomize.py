@@ -54,7 +54,7 @@ class ImportFinder:
 
         class WatchedSpec(kind):
             def __setattr__(self, attribute, value):
-                kind.__setattr__(self, attribute, value)
+                super().__setattr__(attribute, value)
                 if attribute == "_initializing" and not value:
                     self.__class__ = kind
                     if name in sys.modules:  # the import has not failed

@@ -99,15 +99,15 @@ class ModelSeam:
     def watch_copies(self) -> None:
         """Tells evaluations of copies of a root, such as moving averages of its weights, that no step has called."""
 
-        def shapes(module: nn.Module) -> list[torch.Size]:
-            return [() if is_lazy(parameter) else parameter.shape for parameter in module.parameters()]
+        def shapes(module: nn.Module) -> list[Any]:
+            return [None if is_lazy(parameter) else parameter.shape for parameter in module.parameters()]
 
         parts = {id(part) for root in self.roots for part in root.modules()}
         of_roots = [shapes(root) for root in self.roots]
         for outer in _outermost_modules():
-            for module in (outer, getattr(outer, "module", None)):  # of an AveragedModel
-                is_new = isinstance(module, nn.Module) and id(module) not in {*self.known, *parts}
-                if is_new and shapes(module) in of_roots:
+            inner: Any = getattr(outer, "module", None)  # of an AveragedModel
+            for module in (outer, inner) if isinstance(inner, nn.Module) else (outer,):
+                if id(module) not in {*self.known, *parts} and shapes(module) in of_roots:
                     before, call = get_set_module_call(module), self._told_apart(module, get_module_call(module))
                     vars(call)["of_copy"] = before
                     set_module_call(module, call)
