@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy
 
 ERROR = 0.05  # probability that the interval misses the true value
+LENGTHS = {"budgeted_schedule": "factor"}  # method -> its option that is the length of the training
 
 
 def speedup(folder: Path) -> dict[str, float]:
@@ -37,7 +38,7 @@ def speedup(folder: Path) -> dict[str, float]:
     if isinstance(result.get("samples_compared"), dict):
         arms = [numpy.array(result["samples_compared"][arm], float) for arm in ("baseline", "tuned")]
         seconds = (start["a"] + arms[0][:, 0] * seconds_a, start["b"] + arms[1][:, 0] * seconds_b)
-        if result["samples_compared"]["paired"]:
+        if result["samples_compared"].get("paired"):
             center, seed_error = _paired(numpy.log(seconds[0] / seconds[1]), 0.0)
         else:
             center, seed_error = _independent(*map(numpy.log, seconds), *(arm[:, 1] / arm[:, 0] for arm in arms))
@@ -87,14 +88,21 @@ def t_quantile(probability: float, degrees: float) -> float:
 
 
 def _pace(trials: Path, recipe: dict) -> dict:
-    """The interleaved comparison of the baseline with the recipe that the confirmation made."""
-    for line in trials.read_text(encoding="utf-8").splitlines():
-        trial = json.loads(line)
-        what = trial["what"]
-        is_confirmation = trial["kind"] in ("pace", "speed") and what["salt"] == "confirmation"
-        if is_confirmation and what["a"] == {} and what["b"] == recipe:
-            return trial["outcome"]
-    raise StopIteration(f"{trials} holds no comparison of the confirmed recipe")
+    """The interleaved comparison of the baseline with the recipe that the confirmation made, or with one that differs
+    from it in the length of the training only: its steps are the same.
+    """
+    found = [json.loads(line) for line in trials.read_text(encoding="utf-8").splitlines()]
+    found = [trial for trial in found if trial["kind"] in ("pace", "speed") and trial["what"]["a"] == {}]
+    found = [trial for trial in found if trial["what"]["salt"] == "confirmation"]
+    same = [trial for trial in found if trial["what"]["b"] == recipe]
+    same += [trial for trial in found if _without_length(trial["what"]["b"]) == _without_length(recipe)]
+    if not same:
+        raise StopIteration(f"{trials} holds no comparison of the confirmed recipe")
+    return same[0]["outcome"]
+
+
+def _without_length(recipe: dict) -> dict:
+    return {name: {**options, LENGTHS.get(name, ""): None} for name, options in recipe.items()}
 
 
 def _samples_of_a_training(trials: Path) -> float:
