@@ -9,7 +9,7 @@ processes, because nothing that the search itself measures is reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
@@ -165,7 +165,10 @@ def _try_recipe(
     exactness: Exactness | None = None,
     check_first: bool = False,
 ) -> tuple[Recipe, Ratio] | None:
-    """Compares ``recipe`` with ``base``: (recipe, speed-up) if it is accepted, else None; notes the trial."""
+    """Compares ``recipe`` with ``base``: (recipe, speed-up) if it is accepted, else None; notes the trial.
+
+    One that is faster, for whose check the budget is too short, is accepted: the confirmation begins with that check.
+    """
     exactness = exactness or loosest_exactness(recipe)
     spent, ratio, outcome = 0.0, None, dict[str, Any]()
 
@@ -173,14 +176,6 @@ def _try_recipe(
         seen = outcome.get("effects", {}).get("b", {}).items()
         unknown = [f"; {name}: {what}" for name, what in seen if NOT_CHECKED in what and name not in base.methods]
         study.note(text, _stage(exactness), verdict, why + "".join(unknown), ratio=ratio, seconds=spent)
-
-    def unless_budget_ends(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A further measurement of the recipe; if the budget ends in it, what is known by then is noted."""
-        try:
-            return measure()
-        except OutOfBudgetError:
-            note(outcome["verdict"], f"{outcome['why']}; the budget ended before more was measured")
-            raise
 
     if check_first:
         check = study.check_exactness(base, recipe, exactness)
@@ -193,7 +188,11 @@ def _try_recipe(
         ratio, again = outcome["ratio"], dict(LONGER_COMPARISON)
         if is_disturbed(outcome):  # a search that continues, perhaps on an idle machine, measures it anew
             again["salt"] = f"after one beside others, in {study.budget.total:.0f} s"
-        outcome = unless_budget_ends(lambda: study.compare_speed(base, recipe, seconds=LONGER * seconds, **again))
+        try:
+            outcome = study.compare_speed(base, recipe, seconds=LONGER * seconds, **again)
+        except OutOfBudgetError:
+            note(outcome["verdict"], f"{outcome['why']}; the budget ended before more was measured")
+            raise
         spent += outcome["trial_seconds"]
     if "failed" in outcome:
         return note(failure_verdict(outcome["failed"]), outcome["failed"])
@@ -206,7 +205,11 @@ def _try_recipe(
     if gain < MIN_GAIN:
         longer = outcome["start_seconds"]["b"] - outcome["start_seconds"]["a"]
         return note("no gain", f"its start takes {longer:.1f} s, which a run does not earn back ({gain:.2f}x in all)")
-    check = unless_budget_ends(lambda: study.check_exactness(base, recipe, exactness))
+    try:
+        check = study.check_exactness(base, recipe, exactness)
+    except OutOfBudgetError:  # what was reserved is for the confirmation, which begins with this check
+        note(outcome["verdict"], f"{outcome['why']}; the confirmation checks whether it is as exact as it claims")
+        return recipe, whole_run_ratio(outcome, samples)
     spent += 0.0 if check_first else check["trial_seconds"]
     if not check.get("passed"):
         return note(*check_verdict(check))
