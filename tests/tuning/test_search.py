@@ -171,6 +171,19 @@ def test_promising_recipe_is_compared_longer_on_a_noisy_machine():
     ]
 
 
+def test_faster_recipe_for_whose_check_the_budget_is_too_short_goes_to_the_confirmation():
+    """Which begins with that check, and for which seconds are reserved."""
+
+    class Unchecked(Planted):
+        def check_exactness(self, base, recipe, exactness):
+            raise OutOfBudgetError
+
+    study, incumbents = Unchecked(faster={threads(2): 2.0}), Incumbents()
+    search_systems(study, incumbents, [replace(THREADS, presets=({"count": 2},))], SAMPLES, 5.0)
+    assert incumbents.best == Recipe.parse(threads(2))
+    assert "the confirmation checks whether" in study.trials[-1]["why"]
+
+
 @pytest.mark.parametrize(("start", "step"), [(5.0, 0.0), (0.0, 0.2)], ids=["slow start", "long steps"])
 def test_promising_recipe_that_starts_slowly_is_not_compared_in_a_single_round_again(start, step):
     """A round of steps of 0.2 s takes 12 s: 15 steps of each arm to warm up, and 3 blocks of 5."""
