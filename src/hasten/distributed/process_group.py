@@ -4,6 +4,8 @@ torchrun passes rank and world size in the environment (https://docs.pytorch.org
 engine communicates over a gloo group of its own, on the CPU, so that its messages never mix with those of a method.
 """
 
+import atexit
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +49,10 @@ def init_process_group(device: str, timeout: float = DEFAULT_TIMEOUT_S) -> Itera
                 raise ConfigurationError(f"WORLD_SIZE is above 1, but {missing[0]} is not set; {advice}")
             backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
             _connect(lambda: _init_default_group(backend, timedelta(seconds=timeout)))
+            # A group that ended is freed with the model that refers to it. Its threads need the interpreter for that,
+            # and would abort the process while it ends.
+            atexit.unregister(gc.collect)
+            atexit.register(gc.collect)
         group = _connect(lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
     succeeded = False
     try:
