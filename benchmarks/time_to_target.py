@@ -13,7 +13,6 @@ printed.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -78,7 +77,8 @@ def record(workload: str, result: dict, directory: Path) -> Path:
     place.mkdir(parents=True)
     for name in KEPT:
         if (directory / name).exists():
-            shutil.copy(directory / name, place / name)
+            text = (directory / name).read_text(encoding="utf-8")
+            (place / name).write_text(text.replace(f"{directory.absolute().parents[1]}/", ""), encoding="utf-8")
     about = circumstances()
     text = README.format(
         task=workload,

@@ -137,7 +137,7 @@ def test_model_of_a_later_fold_is_found_though_it_looked_like_a_copy(seam):
     seam.search_again(torch.optim.SGD(second.parameters()))
     backward(seam, second(X).sum())
     assert len(seam.roots) == 1 and seam.roots[0] is second
-    assert not hasattr(get_set_module_call(second).before, "of_copy"), "its calls are told apart once"
+    assert not hasattr(get_set_module_call(second).before, "of_copy"), "its calls are wrapped once"
 
 
 def test_evaluations_between_two_steps_are_counted_once(seam):
