@@ -15,16 +15,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PEERS = (
-    "pytorch-ignite",
-    "accelerate",
-    "lightning",
-    "deepspeed",
-    "ray",
-    "mosaicml",
-    "loadtune",
-    "scipy",
-)  # packages whose versions every record lists if they are installed
+# packages whose versions every record lists if they are installed
+PEERS = ("pytorch-ignite", "accelerate", "lightning", "deepspeed", "ray", "mosaicml", "loadtune", "scipy")
 MISS = 0.05  # probability that an interval misses the median
 
 README = """# {title}: {reached}
@@ -64,11 +56,8 @@ def interval(values: Iterable[float]) -> Interval:
     With fewer than six values no interval reaches 95 %; the whole range is returned.
     """
     ordered = sorted(values)
-    count, left_out, tail = (
-        len(ordered),
-        0,
-        1,
-    )  # binomial tail in units of 2**-count, as integers: floats overflow at about a thousand values
+    # binomial tail in units of 2**-count, as integers: floats overflow at about a thousand values
+    count, left_out, tail = (len(ordered), 0, 1)
     while 2 * tail / 2**count <= MISS:
         left_out += 1
         tail += math.comb(count, left_out)

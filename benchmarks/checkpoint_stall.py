@@ -68,9 +68,8 @@ class Arms:
         from hasten.engine.loop import train_steps as training
 
         self.directory, self.steps, self.saving, self.waited = directory, steps, AsyncCheckpointer(), 0.0
-        self.built = dataclasses.replace(
-            built, optimizer_step=self._updating(built.optimizer_step)
-        )  # as in engine/trainer.py
+        # as in engine/trainer.py
+        self.built = dataclasses.replace(built, optimizer_step=self._updating(built.optimizer_step))
         self.training = training(self.built)
 
     def _updating(self, update: Callable) -> Callable:

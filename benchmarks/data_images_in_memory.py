@@ -269,9 +269,8 @@ def main() -> int:
         f"\nof the bound: {over(taken, OURS, BOUND):.2f}; over the best of the others ({best}): {words(over_best)}"
     )
     reached = ours.median >= FIGURE and over_samples.median >= TIMES and over_best.median >= 1
-    others = [
-        name for name in taken if name in peers and peers[name].module
-    ]  # without any peer the figure cannot be measured
+    # without any peer the figure cannot be measured
+    others = [name for name in taken if name in peers and peers[name].module]
     return finish(
         options,
         f"{FIGURE:,} images/s on one core, {TIMES}x a per-sample DataLoader, the best of the others; "

@@ -187,9 +187,8 @@ def main() -> int:
     if options.quick:
         options.rounds, options.seconds, options.records = 3, 0.5, 20_000
     numbers, ratios = {}, {}
-    options.records = (
-        -(-options.records // (FILES * BATCH)) * FILES * BATCH
-    )  # full batches in every file, for any way of reading
+    # full batches in every file, for any way of reading
+    options.records = -(-options.records // (FILES * BATCH)) * FILES * BATCH
     with scratch() as directory:
         for kind in KINDS:
             paths = write(directory, kind, options.records)

@@ -34,8 +34,8 @@ from hasten.engine.environment import cores
 from hasten.engine.registry import method_names
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import import_path
-from hasten.profiling.phase_timer import TimePhases
 from hasten.profiling.probe import Probe
+from hasten.profiling.time_phases import TimePhases
 from hasten.utils.batch import batch_size, batch_tensors
 
 FIGURE = 0.01

@@ -171,18 +171,19 @@ def simulate(searches: int) -> list[dict]:
     return rows
 
 
-def real_searches(count: int) -> int:
-    """How many of ``count`` searches on the digits accept the method that is worse by one margin."""
+def real_searches(count: int) -> tuple[int, int]:
+    """Of ``count`` searches on the digits: how many let the gate judge the harmful method, and how many accept it."""
     from hasten import tune
 
-    file, accepted = Path(__file__).parent / "harmful.py", 0
+    file, judged, accepted = Path(__file__).parent / "harmful.py", 0, 0
     method = f"{file}:OneMargin:margin={REAL_MARGIN}"
     for seed in range(count):
         where = {"out": f"runs/planted-harms-{seed}", "seed": seed, "device": "cpu"}
-        result = tune(f"{file}:easy_digits", budget=REAL_BUDGET, margin=REAL_MARGIN, methods=[method], **where)
+        result = tune(f"{file}:slow_digits", budget=REAL_BUDGET, margin=REAL_MARGIN, methods=[method], **where)
+        judged += any(trial["stage"] == "confirmation" for trial in result["trials"])
         accepted += bool(result["recipe"])
         print_progress(f"real search {seed + 1} of {count}: {result['verdict']}: {result['why']}")
-    return accepted
+    return judged, accepted
 
 
 def main() -> int:
@@ -219,11 +220,11 @@ def main() -> int:
     reached = all(row["interval"][0] <= ACCEPTED_AT_MOST for row in rows) and accepted <= ACCEPTED_AT_MOST * searches
     numbers: dict[str, Any] = {"simulated": rows}
     if options.real:
-        found = real_searches(options.real)
-        low, high = interval(found, options.real)
-        figure += f"; {found} of {options.real} real searches ({low:.1%} to {high:.1%})"
-        reached = reached and low <= ACCEPTED_AT_MOST
-        numbers["real"] = {"accepted": found, "searches": options.real}
+        judged, found = real_searches(options.real)
+        low, high = interval(found, judged)
+        figure += f"; {found} of {judged} judged by the gate in {options.real} real searches ({low:.1%} to {high:.1%})"
+        reached = reached and low <= ACCEPTED_AT_MOST and judged > 0
+        numbers["real"] = {"accepted": found, "judged": judged, "searches": options.real}
     return finish(options, figure, reached, numbers)
 
 

@@ -140,9 +140,8 @@ def main() -> int:
             for name, legs in wall.items()
         ],
     )
-    seconds = (
-        sum(leg * 1e-3 * steps for leg in wall[last]) * (options.legs + 1) / options.legs
-    )  # including the leg that is dropped
+    # including the leg that is dropped
+    seconds = sum(leg * 1e-3 * steps for leg in wall[last]) * (options.legs + 1) / options.legs
     share = 100 * between.seconds / seconds
     print_line(f"\nbetween the steps, by a on_progress of its own: {share:.2f} % of {seconds:.0f} s")
     figure = (

@@ -16,16 +16,8 @@ from hasten.engine.registry import cards_that_state, default_methods, method_cla
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "hasten"
 OUTSIDE_METHODS = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(PACKAGE / "methods"))
-ORDINARY_WORDS = {
-    "batch_size",
-    "bfloat16",
-    "compile",
-    "float16",
-    "num_threads",
-    "pipeline",
-    "tf32",
-    "zero",
-}  # names in torch, or plain English
+# names in torch, or plain English
+ORDINARY_WORDS = {"batch_size", "bfloat16", "compile", "float16", "num_threads", "pipeline", "tf32", "zero"}
 METHODS = sorted(path.stem for path in (PACKAGE / "methods").rglob("*.py") if not path.stem.startswith("_"))
 
 

@@ -245,9 +245,8 @@ def test_arms_are_compared_after_the_steps_of_the_slower_one(check, monkeypatch)
     slept = []
     monkeypatch.setattr(equivalence_runs, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
     result = check("IsSlow", Exactness.BIT_EXACT, seconds=1.0)
-    assert result.passed and "after 4 steps" in result.why, (
-        result.why
-    )  # 0.5 s after the first, an arm's half of the time is over
+    # 0.5 s after the first, an arm's half of the time is over
+    assert result.passed and "after 4 steps" in result.why, result.why
 
 
 def test_generator_of_a_data_loader_is_reset_for_each_arm():

@@ -71,7 +71,7 @@ def test_finish_gives_exit_code_and_record(common, tmp_path, capsys, reached, co
     assert record["environment"]["torch"] and record["date"] and record["command"]
 
 
-def test_directory_names(common):
+def test_slug_keeps_letters_and_digits_of_a_task(common):
     assert common.slug("tiny_shakespeare") == "tiny-shakespeare"
     assert common.slug("./some/mine.py:task") == "mine-py-task"
 

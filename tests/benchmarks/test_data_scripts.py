@@ -53,9 +53,8 @@ def test_data_wait_quick_runs(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import data_wait
 
-    monkeypatch.setattr(
-        data_wait, "METHODS", ("in_memory_batches", "loader_workers")
-    )  # the third arm has 12 s to converge
+    # the third arm has 12 s to converge
+    monkeypatch.setattr(data_wait, "METHODS", ("in_memory_batches", "loader_workers"))
     monkeypatch.setattr(
         sys, "argv", ["benchmarks/data_wait.py", "--quick", "--json", str(file := tmp_path / "data_wait.json")]
     )

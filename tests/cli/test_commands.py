@@ -350,7 +350,7 @@ def test_json_output_has_no_nan_or_infinity():
     assert json.loads(text) == {"a": None, "b": [None, 1.5], "c": {"d": [1, None, True]}, "e": ["x", "y"]}
 
 
-def test_version_and_help(here):
+def test_version_and_help_are_printed_without_a_task(here):
     done = subprocess.run(
         [sys.executable, "-m", "hasten", "--version"], cwd=here, capture_output=True, text=True, check=True
     )

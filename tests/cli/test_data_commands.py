@@ -84,14 +84,14 @@ def test_data_command_invalid_request_is_one_line(argv, message, here, capfd):
     assert {path for path in here.rglob("*") if "cache" not in path.parts} == before, "something was left behind"
 
 
-def test_data_command_json(here, capfd):
+def test_data_command_prints_its_result_as_json(here, capfd):
     assert main(["--json", "data", "convert", "x.npy", "--to", "feather", "--out", "out", "--quiet"]) == 0
     assert json.loads(capfd.readouterr().out)["rows"] == 1000
     assert main(["data", "inspect", "out", "--budget", "1", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["kind"] == "feather"
 
 
-def test_data_command_pages(here, capfd):
+def test_data_command_prints_a_page_with_the_result(here, capfd):
     assert main(["data", "convert", "x.npy", "--to", "parquet", "--out", "out"]) == 0
     out = capfd.readouterr().out
     assert "read back" in out and "all 1,000 rows" in out and "before" in out

@@ -139,9 +139,8 @@ def until_settled(pipeline, step):
 
 def test_autotuned_fast_source_uses_no_workers(monkeypatch):
     threads, napped = threading.enumerate(), 0.0
-    monkeypatch.setattr(
-        autotuner_module, "perf_counter", lambda: time.thread_time() + napped
-    )  # a busy machine is not a slow source
+    # a busy machine is not a slow source
+    monkeypatch.setattr(autotuner_module, "perf_counter", lambda: time.thread_time() + napped)
     pipeline = arrays(torch.arange(400)).batch(10).prefetch("auto")
     for _ in pipeline:
         napped += 0.05

@@ -125,9 +125,8 @@ def test_two_processes_build_a_cache_once(tmp_path):
     outcomes = [join_maker(*each) for each in [start_maker(tmp_path) for _ in range(2)]]
     assert [total for total, _ in outcomes] == [sum(range(40))] * 2
     assert sum(map(int, (tmp_path / "reads").read_text().split())) == 40 + 4, "read by one of them only"
-    assert (
-        sum("another process is filling the cache" in notice for _, notices in outcomes for notice in notices) <= 1
-    )  # nothing is read if the first process was done
+    # nothing is read if the first process was done
+    assert sum("another process is filling the cache" in notice for _, notices in outcomes for notice in notices) <= 1
     assert [name.split("/")[-1] for name in files(tmp_path)] == ["0.rows", "cache.json"]
 
 

@@ -14,9 +14,8 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
 
 
 def test_csv_with_difficult_content_is_read(tmp_path):
-    (tmp_path / "a.csv").write_text(
-        "x,y,t\n" + "1,2,no\n" * 300_000 + "1.5,2,yes\n"
-    )  # the fraction is beyond the first block
+    # the fraction is beyond the first block
+    (tmp_path / "a.csv").write_text("x,y,t\n" + "1,2,no\n" * 300_000 + "1.5,2,yes\n")
     (tmp_path / "b.csv").write_text("x,y,t\n7,8.25,no\n")
     source = csv(tmp_path / "*.csv", target="t").source
     x, y = source.read(numpy.array([0, 300_000, 300_001]))
@@ -47,10 +46,8 @@ def test_csv_line_with_other_field_count_is_a_bad_row(tmp_path, form):
     path, settings = tmp_path / ("t.csv.gz" if form == "gz" else "t.csv"), {}
     content = ODD.encode()
     if form == "no header":
-        content, settings = (
-            content.replace(b"n,word", b"", 1),
-            {"header": ["n", "word"]},
-        )  # an empty line, which counts as one
+        # an empty line, which counts as one
+        content, settings = (content.replace(b"n,word", b"", 1), {"header": ["n", "word"]})
     path.write_bytes(gzip.compress(content) if form == "gz" else content)
     pipeline = csv(path, **settings).skip_bad_rows(3).batch(4)
     for seed in (None, 1):

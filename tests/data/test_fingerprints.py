@@ -176,11 +176,8 @@ def test_fingerprint_of_user_class_includes_its_methods(tmp_path):
         ("by_mode", "mode=Mode.NEAR", "mode=Mode.FAR"),
         ("by_mode", "FAR = 2", "FAR = 3"),
         ("guarded", "ValueError", "TypeError"),
-        (
-            "by_name",
-            "named(first, second): return first - second",
-            "named(second, first): return second - first",
-        ),  # same bytecode
+        # same bytecode
+        ("by_name", "named(first, second): return first - second", "named(second, first): return second - first"),
     ],
 )
 def test_fingerprint_follows_changes_of_classes_and_functions(tmp_path, what, old, new):

@@ -60,8 +60,7 @@ def test_glob_takes_the_time_of_listing_the_directories(place, directories, file
     for directory in (place, *place.iterdir()):
         os.utime(directory, ns=(1, 1))  # long ago: the directory does not change any more
     first = list_directory(place, (".jpg",))
-    again = within(
-        0.05 + looked / 10, lambda: list_directory(place, (".jpg",))
-    )  # the cached list is read, and no directory
+    # the cached list is read, and no directory
+    again = within(0.05 + looked / 10, lambda: list_directory(place, (".jpg",)))
     assert len(again) == len(first) == len(names) and again.path(len(names) - 1) == names[-1]
     assert len(names) > file_list.MIN_FILES

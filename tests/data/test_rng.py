@@ -11,12 +11,12 @@ KEY = 3, 0, 1
 
 
 def test_position_draws_the_same_in_any_batch():
-    places = numpy.arange(100)
-    together = SampleRng(places, *KEY)
+    positions = numpy.arange(100)
+    together = SampleRng(positions, *KEY)
     shapes = [(), (5,), (2, 3)]
     drawn = [together.uniform(*shape) for shape in shapes] + [together.integers(-4, 9, 2)]
     assert [tuple(tensor.shape) for tensor in drawn] == [(100,), (100, 5), (100, 2, 3), (100, 2)]
-    apart = SampleRng(places[[3, 70]], *KEY)
+    apart = SampleRng(positions[[3, 70]], *KEY)
     for tensor, again in zip(
         drawn, [apart.uniform(*shape) for shape in shapes] + [apart.integers(-4, 9, 2)], strict=True
     ):
@@ -30,8 +30,8 @@ def test_changed_draws_do_not_affect_later_ones():
 
 
 def test_single_position_has_no_batch_dimension():
-    chances = list(SampleRng(numpy.arange(5), *KEY))
-    assert chances[2].uniform().shape == () and chances[2].integers(0, 9, 4).shape == (4,)
+    rngs = list(SampleRng(numpy.arange(5), *KEY))
+    assert rngs[2].uniform().shape == () and rngs[2].integers(0, 9, 4).shape == (4,)
     assert torch.equal(
         torch.stack([rng.uniform(3) for rng in SampleRng(numpy.arange(5), *KEY)]),
         SampleRng(numpy.arange(5), *KEY).uniform(3),

@@ -61,7 +61,7 @@ def test_table_columns_of_every_type(tmp_path, form, gigabytes):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_table_text_target(tmp_path, gigabytes):
+def test_table_text_target_is_the_index_of_its_class(tmp_path, gigabytes):
     table = numbers().set_column(
         3, "label", pa.array([("dog", "cat", "eel")[i % 3] for i in range(ROWS)]).dictionary_encode()
     )
@@ -152,7 +152,7 @@ def test_table_fingerprint_follows_files_and_options(tmp_path):
 
 
 @pytest.mark.parametrize("gigabytes", [WHOLE, BY_RUN])
-def test_table_missing_values(tmp_path, gigabytes):
+def test_table_missing_values_are_refused_or_filled_by_column(tmp_path, gigabytes):
     table = pa.table({"a": [1.0, None, 3.0, None], "w": ["x", None, "y", "z"], "label": [0, 1, 0, 1]})
     path = write(table, tmp_path / "t.parquet", "parquet")
     rows = numpy.arange(4)
@@ -226,7 +226,7 @@ def test_table_text_column_in_a_matrix_warns_at_the_call(tmp_path, recwarn):
     assert not [each for each in recwarn if each.category is HastenWarning]
 
 
-def test_table_remote_files():
+def test_table_of_remote_files_reads_rows_in_any_order():
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
     system = fsspec.filesystem("memory")
     for number in range(2):

@@ -34,7 +34,7 @@ def test_tokens_windows_and_their_successors(tmp_path, stride):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64", "uint8"])
-def test_tokens_dtypes(tmp_path, dtype):
+def test_tokens_of_every_integer_dtype_are_read(tmp_path, dtype):
     text = TEXT % 250
     numpy.save(tmp_path / "a.npy", text.astype(dtype))
     assert samples(tokens(tmp_path / "a.npy", 16))[0].flatten().tolist() == text[: 62 * 16].tolist()

@@ -65,7 +65,7 @@ def test_directories_links_and_other_members_are_skipped(tmp_path):
     assert source.keys == ["a"] and source.read(numpy.array([0])) == {"txt": ["hi"]}
 
 
-def test_images_original_and_resized(tmp_path):
+def test_images_keep_their_size_unless_resized(tmp_path):
     files = {f"{number}.png": png(number) for number in range(4)}
     pack(tmp_path / "a.tar", [(name, content) for name, (content, _) in files.items()])
     pictures = webdataset(tmp_path).source.read(numpy.array([2, 1]))["png"]

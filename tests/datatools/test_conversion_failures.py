@@ -226,9 +226,8 @@ def test_convert_interrupted_states_how_to_resume_and_removes_partial_files(tmp_
     argv = ["data", "convert", str(data), "--to", "feather", "--shards", "30", "--out", str(out), "--json", "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    prepare = partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # a job in the background inherits SIGINT as ignored
+    # a job in the background inherits SIGINT as ignored
+    prepare = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen([sys.executable, "-c", SLOWLY, *argv], **pipes, env=environment, preexec_fn=prepare)
     deadline = time.monotonic() + TIMEOUT_S
     while len([*out.glob("*.feather.part")]) < 3 and process.poll() is None and time.monotonic() < deadline:

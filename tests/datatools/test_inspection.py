@@ -33,7 +33,7 @@ def cache(tmp_path, monkeypatch):
     assert not directory.exists() or not [path for path in directory.rglob("*") if path.is_file()]
 
 
-def test_inspect_table(tmp_path):
+def test_inspect_table_states_types_speeds_and_the_limit(tmp_path):
     result = inspect(write_table(tmp_path / "in"), target="label", budget=BUDGET)
     assert (result["kind"], result["files"], result["rows"], result["rows_exact"]) == ("parquet", 1, ROWS, True)
     assert result["columns"] == {"inputs": "float32 (4,)", "label": "int64"}
@@ -119,7 +119,7 @@ def test_inspect_csv_first_lines_end_at_a_row(tmp_path, monkeypatch):
         assert set(batch["word"]) == {"two\nlines"}, size
 
 
-def test_inspect_images(tmp_path):
+def test_inspect_images_recommends_rows_at_one_size(tmp_path):
     result = inspect(write_images(tmp_path / "in", count=24), budget=4.0)
     assert (result["kind"], result["files"], result["rows"], result["resize"]) == ("images", 24, 24, 256)
     assert result["columns"] == {"images": "uint8 (3, 256, 256)", "labels": "int64"}
@@ -140,7 +140,7 @@ def test_inspect_small_images_of_one_size_are_not_resized(tmp_path):
 
 
 @pytest.mark.parametrize("to", first_quick(["rows", "webdataset"]))
-def test_inspect_converted_data(tmp_path, to):
+def test_inspect_recognizes_what_convert_wrote(tmp_path, to):
     convert(write_images(tmp_path / "in"), tmp_path / "out", to=to, resize=64)
     result = inspect(tmp_path / "out", budget=BUDGET)
     assert (result["kind"], result["rows"]) == (to, 12) and result["speed"]["copy"] > 0
@@ -148,7 +148,7 @@ def test_inspect_converted_data(tmp_path, to):
 
 
 @pytest.mark.slow
-def test_inspect_records_and_tokens(tmp_path):
+def test_inspect_counts_records_and_finds_nothing_faster_than_tokens(tmp_path):
     convert(write_table(tmp_path / "in"), tmp_path / "out", to="tfrecord")
     assert inspect(tmp_path / "out", budget=BUDGET)["rows"] == ROWS
     numpy.arange(10_000, dtype=numpy.uint16).tofile(tmp_path / "train.bin")

@@ -73,7 +73,7 @@ def test_torchmetrics_are_reset_each_time():
     assert higher_is_better(task(metric)) is True
 
 
-def test_metric_directions():
+def test_direction_is_that_of_the_task_else_of_the_metric_else_refused():
     assert higher_is_better(task("accuracy")) is True
     assert higher_is_better(task("perplexity")) is False
     assert higher_is_better(task("accuracy", higher_is_better=False)) is False

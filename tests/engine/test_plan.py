@@ -53,7 +53,7 @@ def test_required_and_invalidated_trait_is_refused_in_either_order():
 
 
 @pytest.mark.parametrize("hook", ["forward", "backward"])
-def test_method_that_changes_the_epoch_requires_one(hook):
+def test_method_that_changes_the_forward_or_backward_pass_requires_a_monolithic_one(hook):
     changes, cuts = (
         method("changes", {hook: lambda self, inner, run: inner}),
         method("cuts", invalidates={"monolithic_forward"}),

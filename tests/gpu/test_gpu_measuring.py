@@ -13,8 +13,8 @@ from hasten.benchmarking.gpu_state import gpu_summary
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import import_path
 from hasten.profiling.diagnose import diagnose
-from hasten.profiling.phase_timer import TimePhases
 from hasten.profiling.probe import Probe
+from hasten.profiling.time_phases import TimePhases
 from hasten.testing import tasks
 from hasten.tuning.largest_batch import fitting_factor
 
@@ -82,9 +82,8 @@ def cycles_per_ms() -> float:
 
 def test_phase_timer_finds_a_planted_forward_pass():
     """Step 7: 10 ms of 10 ms and a little."""
-    data = tasks.Labeled(
-        (12,), 16_000
-    )  # in an epoch that is longer than the block: the host reads the losses at its end
+    # in an epoch that is longer than the block: the host reads the losses at its end
+    data = tasks.Labeled((12,), 16_000)
     task = tasks.perceptron(model=lambda: Sleeping(round(10 * cycles_per_ms())), train_data=data)
     probe = Probe(TaskRef.of(task), {import_path(TimePhases): {}}, "cuda", 0)
     probe.build()

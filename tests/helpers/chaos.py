@@ -60,9 +60,8 @@ def chaos(directory: Path, kills: int, task: str, machines: bool, dice: random.R
         try:
             for _ in range(kills):
                 _wait_for_a_step(directory / "run", jobs)
-                time.sleep(
-                    dice.uniform(0.0, 2.5)
-                )  # between a step and the next checkpoint, while one is written, at the start, at the end
+                # between a step and the next checkpoint, while one is written, at the start, at the end
+                time.sleep(dice.uniform(0.0, 2.5))
                 if all(job.poll() == 0 for job in jobs):
                     break
                 place = dice.randrange(len(jobs))

@@ -23,9 +23,8 @@ class PlantedTrainings:
     unseen: dict[str, float] = field(default_factory=dict)  # seconds of a run that no block measures
     uneven: float = 0.0  # added or subtracted seconds
     cost: dict[str, float] = field(default_factory=lambda: {"baseline": 10.0, str(FAST): 5.0, str(FASTER): 2.0})
-    looks: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # per seed, in turns: evaluations by which the target is reached later
+    # per seed, in turns: evaluations by which the target is reached later
+    looks: dict[str, list[int]] = field(default_factory=dict)
     budget_runs: int = 1000
     seed: int = 0
     device: str = "cpu"

@@ -15,9 +15,8 @@ class Layer(nn.Module):
         super().__init__()
         self.norm, self.norm_too = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.value, self.mix = (nn.Linear(width, width) for _ in range(3))
-        self.key = nn.Linear(
-            width, width, bias=False
-        )  # its gradient would be rounding error, which Adam scales up to any other
+        # without bias: its gradient would be rounding error, which Adam scales up to any other
+        self.key = nn.Linear(width, width, bias=False)
         self.gate, self.up, self.down = (
             nn.Linear(width, 3 * width),
             nn.Linear(width, 3 * width),

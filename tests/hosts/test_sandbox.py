@@ -36,9 +36,8 @@ ln -s data link; ln -s "$PWD" there; chmod 500 data .
 @pytest.fixture
 def place(monkeypatch):
     """A directory for a test in which ``nobody`` may work, with ``project`` as it must stay and ``tmp`` for layers."""
-    directory = Path(
-        tempfile.mkdtemp(dir="/tmp", prefix="test, sandbox:")
-    )  # mount options are separated by such characters
+    # mount options are separated by such characters
+    directory = Path(tempfile.mkdtemp(dir="/tmp", prefix="test, sandbox:"))
     for name in ("project/data", "project/empty", "tmp"):
         (directory / name).mkdir(parents=True)
     for name in ("train.py", "data/rows.csv", "data/old.csv"):

@@ -127,10 +127,11 @@ def test_call_that_the_script_makes_itself_is_changed(tmp_path):
     ref = written(tmp_path)
     (tmp_path / "train.py").write_text((tmp_path / "train.py").read_text() + "torch.set_num_threads(1)\n")
     patch = patch_script(ref, Recipe.parse("num_threads:count=2"), str(tmp_path / "recipe.toml"), None)
+    # the call may be under a condition that does not hold
     assert (
         "-torch.set_num_threads(1)\n+torch.set_num_threads(2)" in patch
         and patch.count("+torch.set_num_threads(2)") == 2
-    )  # the call may be under a condition that does not hold
+    )
 
 
 @pytest.mark.slow

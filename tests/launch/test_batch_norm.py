@@ -199,6 +199,5 @@ def over_parts(rank: int, dimensions: int, settings: dict) -> dict:
     }
     dist.barrier()
     dist.destroy_process_group()
-    return map_tensors(
-        lambda tensor: tensor.detach().numpy(), answer
-    )  # a tensor would have to be fetched while its process lives
+    # a tensor would have to be fetched while its process lives
+    return map_tensors(lambda tensor: tensor.detach().numpy(), answer)

@@ -15,7 +15,7 @@ from rich.console import Console
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.errors import ConfigurationError, PeerFailure, RunError
 from hasten.engine.resources import peak_memory
-from hasten.profiling.communication import verdict_of
+from hasten.profiling.communication import describe_job_diagnosis
 from hasten.profiling.rank_profile import DDP_ONLY, diagnose_ranks
 from hasten.profiling.stragglers import find_straggler, rank_phase_times
 from hasten.reporting.terminal_ranks import ranks_answer
@@ -236,7 +236,7 @@ LATE_RANK = {"share": 0.4, "sentence": "rank 1 is late"}
     ],
 )
 def test_largest_cause_is_named(straggler, exchange, replayed, waits, message):
-    assert verdict_of(
+    assert describe_job_diagnosis(
         straggler, {"exchange": exchange, "input": replayed}, TALK, [ROW | {"wait_seconds": waits}], 0.1
     ).startswith(message)
 

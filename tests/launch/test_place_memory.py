@@ -164,11 +164,9 @@ def most_while_building(strategy: str, world: int) -> list[int]:
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", MEASURED, strategy],
             env=os.environ
-            | {
-                "MALLOC_ARENA_MAX": "1",
-                "MALLOC_MMAP_THRESHOLD_": str(MEGABYTE),
-            }  # freed tensors, as those above 32 MB, are
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank)}  # returned to the system at once
+            # freed tensors, as those above 32 MB, are returned to the system at once
+            | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(MEGABYTE)}
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             | {name: str(value) for name, value in usual.items()},
             stdout=subprocess.PIPE,
             text=True,

@@ -124,9 +124,8 @@ def test_stopped_run_stores_result_in_recipe(tmp_path, quick, monkeypatch):
 
 def test_fast_source_uses_no_workers(perceptron, monkeypatch):
     napped = 0.0
-    monkeypatch.setattr(
-        autotuner_module, "perf_counter", lambda: time.thread_time() + napped
-    )  # a busy machine is not a slow source
+    # a busy machine is not a slow source
+    monkeypatch.setattr(autotuner_module, "perf_counter", lambda: time.thread_time() + napped)
     program = build(perceptron(), make_methods(Recipe.coerce("autotune_loader")))
     autotuner = program.run.checkpoint_state["autotune_loader"]
     with pytest.warns(HastenWarning, match="converged"):

@@ -74,9 +74,8 @@ def test_learning_rates_equal_the_formula_at_every_step(perceptron, name, rule, 
         perceptron(optimizer=optimizer, batch_size=2, epochs=1), f"batch_size:factor=4,rule={rule},warmup=0.34"
     )
     assert len(plain) == len(large) == 12
-    warm_up = [
-        (1 + (scale - 1) * min(step / 4, 1)) for step in range(12)
-    ]  # 4 = 0.34 of 12 steps; from 1 to the full scale
+    # 4 = 0.34 of 12 steps; from 1 to the full scale
+    warm_up = [(1 + (scale - 1) * min(step / 4, 1)) for step in range(12)]
     torch.testing.assert_close(large, plain * torch.tensor(warm_up, dtype=torch.float64)[:, None])
 
 

@@ -109,7 +109,7 @@ def test_compressed_scheduler_resumes_from_a_checkpoint(perceptron):
     )
 
 
-def test_combination_with_batch_size(perceptron):
+def test_combination_with_batch_size_multiplies_both_learning_rates(perceptron):
     task = perceptron(optimizer=constant, batch_size=4, epochs=2)  # 48 steps
     recipe = "budgeted_schedule:factor=0.5,peak=2.0,warmup=0.25 + batch_size:factor=4,rule=linear,warmup=0.0"
     rates = rates_of(task, recipe)

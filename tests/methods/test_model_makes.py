@@ -88,7 +88,7 @@ def test_compiler_compiles_around_a_recurrent_layer_or_says_why_not(backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 @pytest.mark.parametrize("make", ["sequential_subclass", "own_class"])
-def test_real_compiler_acts(make, scope):
+def test_inductor_compiles_a_graph_of_each_scope(make, scope):
     effect = observe_effect(MODEL_MAKES[make](), Recipe.parse(f"compile:scope={scope}"))
     assert effect.acts and "graph" in effect.text, effect
 
@@ -110,7 +110,7 @@ def test_autograd_of_the_compiler_acts_or_says_why(make, scope):
         ("frozen_part", "gradient_accumulation", "normalize each microbatch separately"),
     ],
 )
-def test_reason(make, recipe, reason):
+def test_method_without_effect_on_a_model_states_its_reason(make, recipe, reason):
     effect = observe_effect(MODEL_MAKES[make](), Recipe.parse(recipe))
     assert not effect.acts and reason in effect.text
 

@@ -80,7 +80,7 @@ def test_describe_memory_that_grows_in_every_stretch(sizes, grows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_count_denormals(dtype):
+def test_count_denormals_counts_cpu_floats_below_the_smallest_normal(dtype):
     tiny = torch.finfo(dtype).smallest_normal
     values = torch.tensor([0.0, -0.0, tiny, -tiny, tiny / 2, -tiny / 4, 1.0, float("nan"), float("inf")], dtype=dtype)
     elsewhere = torch.ones(3, dtype=dtype, device="meta")  # as on a GPU, which computes with them at full speed
@@ -303,9 +303,8 @@ def test_seconds_of_steps_of_a_planted_training_are_right_within_10_percent(meas
 def test_diagnose_begins_its_advice_with_the_denormals():
     result = diagnose(with_planted_denormals(), budget=5.0)
     assert "denormal" in result["drift"]["text"] and len(result["drift"]["rows"]) > 2
-    others = [
-        one for one in result["advice"] if one["method"] != "num_threads"
-    ]  # first where tests have one thread each
+    # first where tests have one thread each
+    others = [one for one in result["advice"] if one["method"] != "num_threads"]
     assert others[0]["why"].startswith("values of the training state are denormal")
 
 

@@ -21,8 +21,8 @@ from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import NoUpdate, ReplayedBatch, disabled_phases, import_path
 from hasten.profiling.ceilings import measure_ceilings
 from hasten.profiling.flops import flops_per_sample, peak_flops
-from hasten.profiling.phase_timer import TimePhases
 from hasten.profiling.probe import Probe, facts_of
+from hasten.profiling.time_phases import TimePhases
 from hasten.testing.tasks import convolutional, perceptron, transformer
 from hasten.utils import phase_timer
 from helpers import public_loops
@@ -77,9 +77,8 @@ def test_timed_run_has_the_same_bits(task):
 
 
 def test_every_phase_of_the_step_is_recorded(monkeypatch):
-    monkeypatch.setattr(
-        phase_timer, "time", SimpleNamespace(perf_counter=time.thread_time)
-    )  # other load on the machine belongs to no phase
+    # other load on the machine belongs to no phase
+    monkeypatch.setattr(phase_timer, "time", SimpleNamespace(perf_counter=time.thread_time))
     program = timed_program(perceptron())
     list(islice(train_steps(program), 8))
     seconds = program.run.checkpoint_state["phase_timer"].stop()

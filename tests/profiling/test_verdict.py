@@ -7,7 +7,7 @@ from hasten.profiling.ablations import LARGER_BATCH
 from hasten.profiling.ceilings import Ceilings
 from hasten.profiling.drift import Drift, Stretch
 from hasten.profiling.step_profile import StepProfile
-from hasten.profiling.verdict import is_launch_bound, possible_gains, verdict_of
+from hasten.profiling.verdict import describe_diagnosis, is_launch_bound, possible_gains
 from hasten.testing.tasks import perceptron
 
 PHASES = {"input": 0.02, "copy": 0.01, "forward": 0.35, "backward": 0.5, "grad_transform": 0.0}
@@ -40,7 +40,7 @@ def profile(*facts: str, **changes) -> StepProfile:
 
 
 def verdict(measured: StepProfile, **ceilings: float) -> str:
-    return verdict_of(measured, possible_gains(measured, ceilings))
+    return describe_diagnosis(measured, possible_gains(measured, ceilings))
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,4 @@ def test_every_ceiling_that_can_be_the_largest_cause_has_a_sentence():
     for cause in {*ceilings, *possible_gains(profile("cuda"), {})}:
         measured = profile("cuda")
         gains = dict.fromkeys(possible_gains(measured, {}), 1.0) | {cause: 3.0}
-        assert "3.00x" in verdict_of(measured, gains)
+        assert "3.00x" in describe_diagnosis(measured, gains)

@@ -85,8 +85,8 @@ def test_example_is_shown_if_it_is_short(length, is_shown):
 
 
 def test_batches_that_take_long_are_not_measured_further(monkeypatch):
-    monkeypatch.setattr(batcher, "LONGEST", 0.0)
-    monkeypatch.setattr(batcher, "SECONDS", 0.0)
+    monkeypatch.setattr(batcher, "MAX_BATCH_S", 0.0)
+    monkeypatch.setattr(batcher, "SECONDS_PER_SIZE", 0.0)
     signature, seen = signature_for(shape=("batch", "x_1"), sizes={"x_1": 7}), []
     assert list(batcher.measure_batches(lambda inputs: seen.append(inputs[0].shape), signature)) == [1]
     assert set(seen) == {(1, 7)}

@@ -147,7 +147,7 @@ def test_confirm_of_several_passing_recipes_the_fastest_wins():
     assert study.notes[str(FAST)][0] == "slower"
 
 
-def test_finalists_of_a_search():
+def test_finalists_are_the_fastest_recipes_and_those_to_look_at_first():
     outside = Recipe({"./mine.py:Mine": {}})
     assert _finalists([Recipe(), outside, outside | ONE, outside | ONE | TWO]) == [outside | ONE | TWO]
     clipped = Recipe({"gradient_clipping": {}})

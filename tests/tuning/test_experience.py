@@ -16,11 +16,8 @@ from hasten.tuning import experience
 ROOT = Path(__file__).resolve().parents[2]
 SHORT_STEPS = {"input": 0.3, "forward": 0.1, "backward": 0.1, "optimizer_step": 0.2}
 ALL_ARITHMETIC = {"forward": 0.3, "backward": 0.6, "optimizer_step": 0.06}
-OF_MOST_TASKS = {
-    "multiple_epochs",
-    "matrix_weights",
-    "unfused_optimizer",
-}  # not in the table, which lists what tells tasks apart
+# not in the table, which lists what tells tasks apart
+OF_MOST_TASKS = {"multiple_epochs", "matrix_weights", "unfused_optimizer"}
 IMAGES = {"cpu", "convolutions", "indexed_samples", "matrix_weights", "unfused_optimizer"}
 
 

@@ -28,7 +28,7 @@ from helpers.planted_study import (
 # ── system methods ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_system_method_is_dropped_after_this_many_losses():
+def test_system_method_is_dropped_after_max_losses():
     study = Planted(faster={threads(systems.MAX_LOSSES + 1): 2.0})
     assert searched_systems(study).recipes == [Recipe()]
     assert study.noted("systems") == [threads(count + 1) for count in range(systems.MAX_LOSSES)]
@@ -83,7 +83,7 @@ def test_trial_of_a_method_whose_effect_is_not_checked_says_so():
 # ── training methods ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_training_method_is_dropped_after_this_many_losses():
+def test_training_method_is_dropped_after_max_losses():
     study = Planted(samples={clipping(training.MAX_LOSSES + 1): 0.5})
     assert searched_training(study).recipes == [Recipe()]
     assert study.noted("training") == [clipping(norm + 1) for norm in range(training.MAX_LOSSES)]

@@ -47,9 +47,8 @@ def test_packed_sequence_is_a_leaf_that_holds_sequences():
     assert isinstance(doubled, PackedSequence) and target.tolist() == [0, 2]
     assert doubled.data.unique().item() == 2 and doubled.batch_sizes.tolist() == [2, 2, 1, 1]
     assert [tuple(tensor.shape) for tensor in batch_tensors(batch)] == [(6, 3), (2,)]
-    moved, _ = copy_to_device(
-        batch, torch.device("meta")
-    )  # as on a GPU, torch refuses other batch_sizes than the CPU's
+    # as on a GPU, torch refuses other batch_sizes than the CPU's
+    moved, _ = copy_to_device(batch, torch.device("meta"))
     assert moved.data.is_meta and moved.sorted_indices.is_meta and moved.batch_sizes.device.type == "cpu"
 
 

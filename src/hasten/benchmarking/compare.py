@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from hasten.benchmarking.blocks import SYNC_PERIOD_BUDGETS
@@ -28,7 +29,7 @@ from hasten.engine.data_adapters import check_process_count
 from hasten.engine.devices import pick_device
 from hasten.engine.registry import make_methods
 from hasten.engine.resources import warn_oversubscribed
-from hasten.engine.tasks import TaskRef
+from hasten.engine.tasks import TaskLike, TaskRef
 from hasten.reporting.result_schema import CompareResult
 from hasten.utils.durations import parse_budget
 
@@ -93,9 +94,9 @@ class Comparison:
 
 
 def compare(
-    task: Any,
-    a: Any = "baseline",
-    b: Any = "baseline",
+    task: TaskLike,
+    a: Recipe | str | Path | Iterable[str] | None = "baseline",
+    b: Recipe | str | Path | Iterable[str] | None = "baseline",
     *,
     budget: float | str = 60.0,
     processes: int = 1,
@@ -107,15 +108,15 @@ def compare(
     """Measures which of two recipes trains a task faster, and by how much.
 
     Args:
-        task: a workload's name, ``file.py:function`` or a Task.
-        a: a recipe: a Recipe, a ``.toml`` file, "baseline" or ``--with`` text.
-        b: another recipe.
-        budget: maximum seconds once both recipes are built for the first time, or a text such as "10m".
-        processes: ranks of each arm.
-        timeout: seconds of silence, beyond the budget, after which an arm counts as hanging; 120 by default.
+        task: A workload's name, ``file.py:function``, a Task, a function that returns one, or ``hasten.script(...)``.
+        a: A recipe: a Recipe, a ``.toml`` file, "baseline" or ``--with`` text.
+        b: Another recipe.
+        budget: Maximum seconds once both recipes are built for the first time, or a text such as "10m".
+        processes: Ranks of each arm.
+        timeout: Seconds of silence, beyond the budget, after which an arm counts as hanging; 120 by default.
         device: "cpu" or "cuda"; by default a GPU if there is one.
-        seed: seed of both runs.
-        on_progress: receives the progress.
+        seed: Seed of both runs.
+        on_progress: Receives the progress.
 
     Returns:
         ``verdict`` ("faster" if b is), ``ratio`` (time of a / time of b) with its interval, ``rounds`` (pairs of
@@ -124,8 +125,8 @@ def compare(
         not fit into memory together) and more.
 
     Raises:
-        ConfigurationError: a wrong request.
-        RunError: an arm could not run.
+        ConfigurationError: A wrong request.
+        RunError: An arm could not run.
     """
     reset_shown_warnings()
     ref, seconds = TaskRef.of(task), parse_budget(budget)

@@ -11,7 +11,7 @@ HELP = "make the trained model int8, if its metric allows it"
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options and arguments of ``hasten quantize`` to its parser."""
-    add_trained_model_options(parser, "directory of the result (default: RUN/int8)")
+    add_trained_model_options(parser, "directory of the result (default: RUN/int8, with --target dsp RUN/int8-dsp)")
     parser.add_argument("--budget", type=duration, default=600.0, metavar="TIME", help="time for it (default: 10m)")
     parser.add_argument(
         "--target",

@@ -14,9 +14,13 @@ HELP = "serve an exported model over HTTP"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options and arguments of ``hasten serve`` to its parser."""
     parser.add_argument("model", metavar="MODEL", help="directory of `hasten export --onnx` or `quantize`, or a run")
-    parser.add_argument("--host", default="127.0.0.1", help="address; others than 127.0.0.1 need a --token-file")
+    parser.add_argument("--host", default="127.0.0.1", help="address; one that other machines reach needs a token")
     parser.add_argument("--port", type=whole_number(0, 65535), default=8000, metavar="N", help="0 picks a free one")
-    parser.add_argument("--token-file", metavar="FILE", help="bearer token that requests must carry; mode 600")
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="bearer token that requests must carry, 16 characters or more; mode 600 (default: HASTEN_TOKEN)",
+    )
     parser.add_argument("--compare", metavar="MODEL", help="second model: gets the same requests, for /metrics only")
     parser.add_argument("--tune-batching", action="store_true", help="measure the batch size and the wait at the start")
     parser.add_argument("--max-batch", type=whole_number(1, 4096), metavar="N", help="samples of a batch (default: 64)")

@@ -61,7 +61,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--max-bad-rows",
         type=types.positive_int,
         metavar="N",
-        help="skip up to N unreadable rows of data that hasten.data reads; DIR/skipped.jsonl lists them",
+        help="skip up to N unreadable rows of the training data, and as many of the validation data, that hasten.data "
+        "reads, in one process only; DIR/skipped.jsonl lists them",
     )
 
 

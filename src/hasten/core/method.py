@@ -43,44 +43,6 @@ if TYPE_CHECKING:
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
-def option(default: Any, *, one_of: tuple[str, ...] = (), **bounds: float) -> Any:
-    """A dataclass field of a method with its range: one of some words, or a finite number within bounds.
-
-    Args:
-        default: Used where the recipe gives no value; may lie outside the range (None for "the method chooses").
-        one_of: The words that are allowed.
-        bounds: Limits of a number, by the keys of ``BOUNDS``: ``at_least``, ``above``, ``at_most``, ``below``.
-
-    Raises:
-        TypeError: An unknown bound, or neither words nor bounds.
-    """
-    if unknown := bounds.keys() - BOUNDS.keys():
-        raise TypeError(f"option() got an unknown bound {sorted(unknown)[0]!r}; expected {', '.join(BOUNDS)}")
-    if not one_of and not bounds:
-        raise TypeError("option() requires a range: give one_of or a bound")
-    ranges = ["one of " * (len(one_of) > 1) + ", ".join(one_of)] if one_of else []
-    if bounds:
-        ranges.append(" and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items()))
-    return field(default=default, metadata={"one_of": one_of, "bounds": bounds, "range": " or ".join(ranges)})
-
-
-def in_range(value: Any, one_of: tuple[str, ...], bounds: dict[str, float]) -> bool:
-    """Whether an option's value is one of ``one_of``, or a finite number within ``bounds`` (as in ``option``)."""
-    if not bounds or isinstance(value, bool) or not isinstance(value, (int, float)):
-        return value in one_of
-    finite = isinstance(value, int) or math.isfinite(value)
-    return finite and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
-
-
-def validate_options(method: Any) -> None:
-    """Raises ValueError if an option of a method lies outside its range; defaults are always allowed."""
-    for opt in fields(method):
-        value, spec = getattr(method, opt.name), opt.metadata
-        if "range" in spec and value is not opt.default and not in_range(value, spec["one_of"], spec["bounds"]):
-            finite = "finite and " if isinstance(value, float) and not math.isfinite(value) else ""
-            raise ValueError(f"{opt.name} must be {finite}{spec['range']}, not {value!r:.40}")
-
-
 class Method:
     """Base class of all methods: hooks that change nothing. Options are dataclass fields: data, never callables."""
 
@@ -162,3 +124,41 @@ def required_traits(method: Method) -> Set[str]:
     if changes_pass and method.card.exactness is not Exactness.BIT_EXACT:
         return method.card.requires | {"monolithic_forward"}
     return method.card.requires
+
+
+def option(default: Any, *, one_of: tuple[str, ...] = (), **bounds: float) -> Any:
+    """A dataclass field of a method with its range: one of some words, or a finite number within bounds.
+
+    Args:
+        default: Used where the recipe gives no value; may lie outside the range (None for "the method chooses").
+        one_of: The words that are allowed.
+        bounds: Limits of a number, by the keys of ``BOUNDS``: ``at_least``, ``above``, ``at_most``, ``below``.
+
+    Raises:
+        TypeError: An unknown bound, or neither words nor bounds.
+    """
+    if unknown := bounds.keys() - BOUNDS.keys():
+        raise TypeError(f"option() got an unknown bound {sorted(unknown)[0]!r}; expected {', '.join(BOUNDS)}")
+    if not one_of and not bounds:
+        raise TypeError("option() requires a range: give one_of or a bound")
+    ranges = ["one of " * (len(one_of) > 1) + ", ".join(one_of)] if one_of else []
+    if bounds:
+        ranges.append(" and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items()))
+    return field(default=default, metadata={"one_of": one_of, "bounds": bounds, "range": " or ".join(ranges)})
+
+
+def in_range(value: Any, one_of: tuple[str, ...], bounds: dict[str, float]) -> bool:
+    """Whether an option's value is one of ``one_of``, or a finite number within ``bounds`` (as in ``option``)."""
+    if not bounds or isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value in one_of
+    finite = isinstance(value, int) or math.isfinite(value)
+    return finite and all(BOUNDS[name](value, bound) for name, bound in bounds.items())
+
+
+def validate_options(method: Any) -> None:
+    """Raises ValueError if an option of a method lies outside its range; defaults are always allowed."""
+    for opt in fields(method):
+        value, spec = getattr(method, opt.name), opt.metadata
+        if "range" in spec and value is not opt.default and not in_range(value, spec["one_of"], spec["bounds"]):
+            finite = "finite and " if isinstance(value, float) and not math.isfinite(value) else ""
+            raise ValueError(f"{opt.name} must be {finite}{spec['range']}, not {value!r:.40}")

@@ -42,8 +42,6 @@ SYNC_EVERY_STEP = (
     "the ranks exchange batch sizes before every step, so less communication is saved than could be; avoid it with a "
     "dataset that has __len__ and __getitem__, and no method that reads it in another way"
 )
-
-
 GlobalBatch: TypeAlias = tuple[int, int]  # its number of samples, and a fingerprint that distinguishes it from others
 
 

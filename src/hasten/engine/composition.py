@@ -40,6 +40,14 @@ def call_hook(method: Method, hook: str, thing: Any, run: RunContext) -> Any:
     return replacement
 
 
+def fold_hook(methods: Sequence[Method], run: RunContext, hook: str, thing: Any) -> Any:
+    """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
+    for method in sorted(methods, key=lambda method: hook not in method.card.replaces):
+        if hook in hooks_of(method):
+            thing = call_hook(method, hook, thing, run)
+    return thing
+
+
 def sort_methods(methods: Sequence[Method]) -> list[Method]:
     """Sorts innermost first by the card's ``order`` and ``after``, then by name; ConfigurationError for a cycle."""
     by_name = {method.name: method for method in methods}

@@ -51,7 +51,7 @@ def machine_and_versions(device: str) -> dict[str, dict[str, Any]]:
 
 
 def cores() -> int:
-    """Number of CPUs that this process may use."""
+    """Number of CPUs of this process's affinity; ``resources.available_cpus`` also knows quotas and other ranks."""
     return len(os.sched_getaffinity(0))
 
 

@@ -26,8 +26,6 @@ HINTS = {
     "processes, or leave out a last batch that is too small (drop_last=True)",
     "not_scalar": "Task(loss=) must return one number, such as the mean over the batch",
 }
-
-
 GPU_TAKEN = (
     "another process has the GPU for itself (its compute mode is Exclusive Process); wait for it, or choose another GPU"
 )

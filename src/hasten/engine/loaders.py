@@ -136,7 +136,7 @@ def from_loader(loader: Any, task_batch_size: int | None, batch_size: int, seed:
 
     def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
         set_epoch(loader, epoch)
-        # resumed: the workers' seed is drawn once
+        # a resumed run: the uninterrupted one started its persistent workers, and drew their seed, in epoch 0 only
         if epoch and loader.persistent_workers and not workers_started(loader):
             with preserve_rng_state(*_generators_of(loader)):
                 _start(loader)

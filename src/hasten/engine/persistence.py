@@ -26,7 +26,7 @@ from hasten.utils.optimizers import OptimizerList
 class RunRecord:
     """The times and evaluations of a run so far; checkpoints include it."""
 
-    began: float  # ``perf_counter()`` when this process began
+    began: float  # ``perf_counter()`` when ``train`` was called in this process
     earlier_seconds: float = 0.0  # those that the run took before it was resumed
     # seconds by part of the run
     split: dict[str, float] = field(default_factory=lambda: {"start": 0.0, "evaluation": 0.0, "checkpoints": 0.0})

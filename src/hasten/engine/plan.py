@@ -28,7 +28,7 @@ from hasten.distributed.batch_sharding import (
 from hasten.distributed.collectives import has_local_batch_norm
 from hasten.distributed.deferred_init import deferred_init
 from hasten.engine import data_adapters
-from hasten.engine.composition import applicable_methods, call_hook, check_fits_task
+from hasten.engine.composition import applicable_methods, check_fits_task, fold_hook
 from hasten.engine.effects import EffectObserver
 from hasten.engine.forward import accumulate_gradients, loss_type_error, make_forward, own_loss
 from hasten.engine.metrics import MetricAccumulator, higher_is_better
@@ -79,7 +79,7 @@ def build(
     run = RunContext(torch.device(device), task, seed=seed, parallel=parallel, services=services)
     methods = applicable_methods(methods, run)
     check_fits_task(methods, run)
-    fold = partial(_fold, methods, run)
+    fold = partial(fold_hook, methods, run)
     on_gpu = run.device.type == "cuda"
     for method in methods:
         method.setup(run)
@@ -127,14 +127,6 @@ def build(
             export=lambda: fold("export", model),
             effects=EffectObserver(run, methods),
         )
-
-
-def _fold(methods: Sequence[Method], run: RunContext, hook: str, thing: Any) -> Any:
-    """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
-    for method in sorted(methods, key=lambda method: hook not in method.card.replaces):
-        if hook in hooks_of(method):
-            thing = call_hook(method, hook, thing, run)
-    return thing
 
 
 def _build_data(

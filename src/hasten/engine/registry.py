@@ -30,6 +30,7 @@ ENTRY_POINTS = "hasten.methods"
 METHODS_DIRECTORY = Path(hasten.methods.__path__[0])
 DISTRIBUTED = "distributed"  # the fact (key of FACTS) under which methods for several processes apply
 OPTION_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "absent"}
+FILE_MODULE_PREFIX = "hasten_file_"  # of modules that import_file creates; other processes cannot import them by name
 
 
 def method_names() -> list[str]:
@@ -141,7 +142,8 @@ def import_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
-    name = f"hasten_file_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    stem, digest = re.sub(r"[^0-9a-zA-Z]", "_", path.stem), hashlib.sha1(str(path).encode()).hexdigest()[:8]
+    name = f"{FILE_MODULE_PREFIX}{stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

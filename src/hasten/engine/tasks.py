@@ -20,31 +20,20 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError, format_error, suggest
 from hasten.core.method import Method
 from hasten.core.recipe import Recipe
 from hasten.core.task import Task
 from hasten.engine.composition import check_conflicts, sort_methods
-from hasten.engine.registry import import_file, line_in, make_methods
+from hasten.engine.registry import FILE_MODULE_PREFIX, import_file, line_in, make_methods
 
 ENTRY_POINTS = "hasten.workloads"
 TRAINING = ("fit", "train", "training_step")  # methods of objects that train or are trained
 MAX_SUGGESTIONS = 8  # functions of a file that an error message lists
-FILE_MODULE_PREFIX = "hasten_file_"  # of modules that import_file creates; other processes cannot import them by name
 
-
-def load_task(task: TaskRef | Task | Callable[[], Task] | str | Path) -> Task:
-    """The Task that a name, ``file.py:function``, function or Task denotes; see ``TaskRef.of`` for errors."""
-    return TaskRef.of(task).load()
-
-
-def workload_names() -> list[str]:
-    """The names of all installed workloads: hasten's, then those of entry points."""
-    package = importlib.import_module("hasten.workloads")
-    names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
-    return sorted(names) + sorted(point.name for point in entry_points(group=ENTRY_POINTS))
+TaskLike: TypeAlias = "TaskRef | Task | Callable[[], Task] | str | Path"  # what ``TaskRef.of`` accepts
 
 
 @dataclass(frozen=True)
@@ -54,9 +43,10 @@ class TaskRef:
     name: str  # ``digits``, ``mine.py:task``, or the name of a function or a Task
     file: str | None = None  # absolute path of the user's file, if the task is given as file and function
     obj: Any = None  # the Task, or the function that returns one, if the task is given as an object
+    can_be_shortened: ClassVar[bool] = True  # whether a run of a part of the training can stand for the whole
 
     @staticmethod
-    def of(task: TaskRef | Task | Callable[[], Task] | str | Path) -> TaskRef:
+    def of(task: TaskLike) -> TaskRef:
         """A reference to a task; the user's file is not imported yet. ConfigurationError if there is no such workload
         or file, for a file without ``:function``, and for an object that is no task.
         """
@@ -116,8 +106,6 @@ class TaskRef:
         sys.path.extend(directory for directory in fields["path"] if directory not in sys.path)  # to find its modules
         return TaskRef(fields["name"], obj=cloudpickle.loads(base64.b64decode(fields["pickle"])))
 
-    can_be_shortened: ClassVar[bool] = True  # whether a run of a part of the training can stand for the whole
-
     @property
     def command(self) -> str:
         """The user's own command, if the task was given as one; else ""."""
@@ -175,6 +163,18 @@ class TaskRef:
 
     def __str__(self) -> str:
         return self.name
+
+
+def load_task(task: TaskLike) -> Task:
+    """The Task that a name, ``file.py:function``, function or Task denotes; see ``TaskRef.of`` for errors."""
+    return TaskRef.of(task).load()
+
+
+def workload_names() -> list[str]:
+    """The names of all installed workloads: hasten's, then those of entry points."""
+    package = importlib.import_module("hasten.workloads")
+    names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
+    return sorted(names) + sorted(point.name for point in entry_points(group=ENTRY_POINTS))
 
 
 def _function_in_file(file: str, name: str) -> Callable[[], Task]:

@@ -35,7 +35,7 @@ from hasten.engine.plan import Program, build
 from hasten.engine.registry import default_methods, make_method, make_methods, method_class
 from hasten.engine.run_dir import RunDirectory
 from hasten.engine.signals import catch_stop_signals
-from hasten.engine.tasks import TaskRef
+from hasten.engine.tasks import TaskLike, TaskRef
 from hasten.engine.trainer import Trainer
 
 NO_LENGTH = (
@@ -45,7 +45,7 @@ NO_LENGTH = (
 
 
 def train(
-    task: TaskRef | Task | Callable[[], Task] | str | Path,
+    task: TaskLike,
     recipe: Recipe | str | Path | Iterable[str] | None = None,
     *,
     out: str | Path | None = None,

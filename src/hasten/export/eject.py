@@ -28,7 +28,7 @@ from hasten.engine.composition import applicable_methods
 from hasten.engine.devices import pick_device
 from hasten.engine.error_messages import explain_error
 from hasten.engine.plan import build
-from hasten.engine.registry import make_methods
+from hasten.engine.registry import FILE_MODULE_PREFIX, make_methods
 from hasten.export.inline_imports import InlinedScript, inline_imports
 from hasten.export.module_source import Symbol, defined_names, is_library
 from hasten.export.script_writer import generate_script, literal
@@ -39,7 +39,7 @@ IMPORTS_DATA = re.compile(r"^\s*(from|import) hasten\.data\b", re.MULTILINE)
 
 
 def eject(
-    task: tasks.TaskRef | Task | Callable[[], Task] | str | Path,
+    task: tasks.TaskLike,
     recipe: Recipe | str | Path | Iterable[str] | None = None,
     *,
     device: str | None = None,
@@ -142,7 +142,7 @@ def _join(script: InlinedScript, title: str, function: Callable[[], Task]) -> st
     packages = sorted({line.split()[1].partition(".")[0] for line in imports})
     in_directory = [f"{name}.py" for name in packages if (directory / f"{name}.py").exists()]
     keep = ""
-    if in_directory and function.__module__.startswith(tasks.FILE_MODULE_PREFIX):
+    if in_directory and function.__module__.startswith(FILE_MODULE_PREFIX):
         keep = f"\nIt imports {' and '.join(in_directory)}: keep it beside this file."
     needs = "PyTorch is needed, hasten is not"
     if any(IMPORTS_DATA.search(text) for text in (*imports, main, *(text for _, text in copied))):

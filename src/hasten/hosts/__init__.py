@@ -1,1 +1,1 @@
-"""Where a training loop runs that is not hasten's own: an untouched script, and later the frameworks."""
+"""Runs hasten around training loops that others wrote: an untouched script; Lightning, Transformers, Keras."""

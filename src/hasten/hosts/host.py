@@ -11,7 +11,7 @@ from hasten.core.card import Exactness
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
 
-HOOKS = {  # of methods, see ``hasten.core.method``
+SCRIPT_HOOKS = {  # those of ``core.method.HOOKS`` that a script's own loop can call
     *("process_context", "data", "model", "batch_transform", "optimizer"),
     *("forward", "backward", "grad_transform", "optimizer_step"),
 }
@@ -19,7 +19,7 @@ WAY_OUT = "write the training as a hasten.Task, whose loop the engine runs"
 
 
 def check_supported(methods: Iterable[Method], owner: str) -> None:
-    """Refuses methods that a script cannot run: those for several processes, and those with a hook not in HOOKS.
+    """Refuses methods that a script cannot run: for several processes, or with a hook not in SCRIPT_HOOKS.
 
     ``export`` is allowed to a method that does not change the training: it only restores the plain module, and hasten
     saves nothing of a script.
@@ -38,7 +38,7 @@ def check_supported(methods: Iterable[Method], owner: str) -> None:
                 f"{method.name} is for several processes that hasten starts, but {owner} starts its own; {WAY_OUT}"
             )
         for hook in hooks_of(method):
-            if hook not in HOOKS | needless:
+            if hook not in SCRIPT_HOOKS | needless:
                 raise ConfigurationError(
                     f"{method.name} needs the hook {hook}, which the script host cannot offer: {owner} owns its "
                     f"training loop; {WAY_OUT}"

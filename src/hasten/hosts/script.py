@@ -34,6 +34,9 @@ def script(
         metric: The metric to judge by, as ``NAME[:min|max]``; None: the one that the training logs or prints.
         vary: Arguments of the training, of which a search may try other values; see ``--vary``.
 
+    Returns:
+        What ``tune``, ``compare`` and ``diagnose`` take as their task; nothing has run yet.
+
     Raises:
         ConfigurationError: There is no such command, or the function cannot be imported.
     """
@@ -46,9 +49,8 @@ def script(
         raise ConfigurationError("the training itself calls hasten.script; call it under if __name__ == '__main__':")
     name, root, file = _place(training)
     function = training.__qualname__
-    call = (
-        f"from importlib import import_module; import_module({name!r}).{function}()"  # the name of a file may have a -
-    )
+    # not an import statement: the name of a file may have a -
+    call = f"from importlib import import_module; import_module({name!r}).{function}()"
     argv = [sys.executable, "-c", call]
     ref = ScriptRef.of_command(argv, metric, vary=vary)
     path = os.pathsep.join(filter(None, [str(root), ref.environment.get("PYTHONPATH")]))

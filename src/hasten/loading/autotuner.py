@@ -48,9 +48,8 @@ class SearchSpace:
         current = ["threads" if workers.threads else "processes"] if count else []
         kinds = current + [kind for kind in self.kinds if kind not in current]
         work = stats.seconds_per_batch * count if count else stats.wait_s  # of one worker, for one batch
-        enough = (
-            math.ceil(min(work / stats.step_s, self.cores)) if stats.step_s else self.cores
-        )  # so that no step waits
+        # workers with which no step waits
+        enough = math.ceil(min(work / stats.step_s, self.cores)) if stats.step_s else self.cores
         most = max(count + 1, enough)
         sizes = dict.fromkeys((most, (count + most + 1) // 2, count + 1))
         sizes = [size for size in sizes if size <= max(1, self.cores)]

@@ -26,11 +26,9 @@ from hasten.utils.blocks import repeated_blocks
 from hasten.utils.copy_model import copy_model
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # the others record CUDA graphs, which the method cuda_graph does
-COMPILER_VARIABLES = (
-    "TORCHINDUCTOR_",
-    "TRITON_",
-)  # torch sets its cache directories in the environment while compiling
-MOST_BREAKS = 3  # graph breaks that the evidence lists
+# torch sets its cache directories in the environment while compiling
+COMPILER_VARIABLES = ("TORCHINDUCTOR_", "TRITON_")
+MAX_LISTED_BREAKS = 3  # graph breaks that the evidence lists
 SCRIPT_EDIT = """\
 torch.compiler.config.wrap_top_frame = True  # else Module.compile skips nn.Sequential (before PyTorch 2.15)
 {model}.compile([mode={mode}][, backend={backend}])"""
@@ -129,5 +127,7 @@ class GraphRecorder:
             text += f" ({spent:.1f} s with the graphs that were in the cache)"
         if not breaks:
             return f"{text}, no graph break"
-        more = f"; {len(breaks) - MOST_BREAKS} more" * (len(breaks) > MOST_BREAKS)
-        return f"{text}, {len(breaks)} graph break{'s' * (len(breaks) > 1)} ({'; '.join(breaks[:MOST_BREAKS])}{more})"
+        listed = breaks[:MAX_LISTED_BREAKS]
+        if len(breaks) > len(listed):
+            listed = [*listed, f"{len(breaks) - len(listed)} more"]
+        return f"{text}, {len(breaks)} graph break{'s' * (len(breaks) > 1)} ({'; '.join(listed)})"

@@ -40,7 +40,7 @@ from hasten.utils.batch import batch_size, batch_tensors, map_tensors
 from hasten.utils.optimizers import parameters_outside
 from hasten.utils.tree import bitwise_equal, tree_leaves
 
-NO_ROOM = (
+OUT_OF_MEMORY = (
     "out of memory: the step does not fit as a CUDA graph (a CUDA graph keeps the activations of a step in memory of "
     "its own)"
 )
@@ -132,7 +132,7 @@ def _capture(forward_backward: ForwardFn, batch: Batch, run: RunContext) -> Forw
     except RuntimeError as error:
         # where memory ran out, the end of the capture may fail as well and hide it
         if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError):
-            raise MemoryExhaustedError(NO_ROOM) from error
+            raise MemoryExhaustedError(OUT_OF_MEMORY) from error
         raise RunError(
             "cuda_graph cannot record the step; the usual cause is a .item() or a copy to the CPU in the model "
             f"({format_error(error)})"

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from hasten import Card, ContextFactory, Exactness, Method, NoEffectError, RunContext
-from hasten.utils.op_recorder import CONVOLUTIONS, OpRecorder
+from hasten.utils.op_recorder import CONVOLUTIONS, NOT_CHECKED, OpRecorder
 from hasten.utils.process_setting import with_setting
 
 
@@ -47,6 +47,6 @@ def _observe() -> Generator[None, None, str]:
     if not torch.backends.cudnn.benchmark:
         raise NoEffectError("something has switched it off during the run")
     count = sum(recorder.count(name) for name in CONVOLUTIONS)
-    return (
-        f"cuDNN chose the algorithms of {count} convolutions by measurement" if count else "no convolution is visible"
-    )
+    if not count:
+        return f"{NOT_CHECKED}: the step shows no convolution"
+    return f"cuDNN chose the algorithms of {count} convolutions by measurement"

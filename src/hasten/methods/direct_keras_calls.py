@@ -11,7 +11,7 @@ import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext
 from hasten._torch_compat import has_forward_hooks
-from hasten.utils.keras_models import NO_KERAS, computes_in, is_keras, is_stateless, replace_method
+from hasten.utils.keras_models import NO_KERAS, computes_in, is_builtin, is_keras, is_stateless, replace_method
 
 DIRECT = {  # layers of Keras whose output depends on their inputs, weights and ``training`` alone
     *("Dense", "Dropout", "Activation", "ReLU", "LeakyReLU", "ELU", "Softmax", "PReLU"),
@@ -49,7 +49,7 @@ class DirectKerasCalls(Method):
         if not is_keras(model):
             return run.report_no_effect(self, NO_KERAS, model)
         functional: Any = getattr(model, "_functional", None) or model
-        if not hasattr(functional, "_nodes_by_depth") or not _is_keras(model):
+        if not hasattr(functional, "_nodes_by_depth") or not is_builtin(model):
             return run.report_no_effect(self, f"{type(model).__name__} is no Sequential or functional model", model)
         nodes = _nodes(functional)
         direct = {id(node): call for node in nodes if (call := _direct_call(node, functional)) is not None}
@@ -57,7 +57,7 @@ class DirectKerasCalls(Method):
             why = "jit_compile compiles the step" if direct else "no layer can be called directly"
             return run.report_no_effect(self, why, model)
         calls = [0]
-        replace_method(functional, "call", _straight(functional, nodes, direct, calls))
+        replace_method(functional, "call", _direct_functional_call(functional, nodes, direct, calls))
         if len(direct) == len(nodes):
             _call_model_directly(model, functional)
 
@@ -70,10 +70,6 @@ class DirectKerasCalls(Method):
         return model
 
 
-def _is_keras(thing: Any) -> bool:
-    return type(thing).__module__.startswith("keras.src.")
-
-
 def _nodes(functional: Any) -> list[Any]:
     """The calls of layers, in the order in which Keras makes them."""
     by_depth = functional._nodes_by_depth
@@ -84,7 +80,7 @@ def _nodes(functional: Any) -> list[Any]:
 def _direct_call(node: Any, functional: Any) -> Callable[[Any, bool], Any] | None:
     """A function (input, training) -> output of the node's layer if it may be called directly; else None."""
     layer = node.operation
-    if type(layer).__name__ not in DIRECT or not _is_keras(layer) or not layer.built or "call" in layer.__dict__:
+    if type(layer).__name__ not in DIRECT or not is_builtin(layer) or not layer.built or "call" in layer.__dict__:
         return None
     arguments = node.arguments
     if arguments.kwargs.keys() - {"training", "mask"} or arguments.kwargs.get("mask") is not None:
@@ -117,7 +113,7 @@ def _dense(layer: Any) -> Callable[[Any, bool], Any]:
     return call
 
 
-def _straight(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: list[int]) -> Any:
+def _direct_functional_call(functional: Any, nodes: list[Any], direct: dict[int, Any], calls: list[int]) -> Any:
     """``Functional.call`` as a straight sequence of calls, which it counts in ``calls[0]``.
 
     Keras's own ``call`` serves calls with a mask, other arguments or anything but tensors.
@@ -160,35 +156,35 @@ def _call_model_directly(model: Any, functional: Any) -> None:
     """
     known = {*DIRECT, *CONTAINERS, type(model).__name__}  # others may read what Keras keeps for the layers of a call
     layers = model._flatten_layers()
-    if len(functional.inputs) != 1 or not all(_is_keras(one) and type(one).__name__ in known for one in layers):
+    if len(functional.inputs) != 1 or not all(is_builtin(one) and type(one).__name__ in known for one in layers):
         return
     if model.activity_regularizer is None and not model._remat_mode:
-        model.__dict__["_hasten_takes"] = partial(_takes(model, functional), model)
+        model.__dict__["_hasten_accepts"] = partial(_accepts(model, functional), model)
         base: Any = import_module("keras.src.layers.layer").Layer
         if not hasattr(base.__call__, "hasten"):
             base.__call__ = _call_of(base.__call__)
 
 
-def _takes(model: Any, functional: Any) -> Callable[[Any, Any], bool]:
+def _accepts(model: Any, functional: Any) -> Callable[[Any, Any], bool]:
     """A function (model, argument) -> whether the model, which may be a copy, may be called directly."""
     shape, dtype = functional.inputs[0].shape, getattr(torch, str(model.compute_dtype))
 
-    def takes(called: Any, x: Any) -> bool:
+    def accepts(called: Any, x: Any) -> bool:
         is_same = called is functional or called.__dict__.get("_functional") is functional  # no copy, no layer added
         return is_same and model.built and _is_plain(x) and x.dtype == dtype and _fits(x, shape) and not is_stateless()
 
-    return takes
+    return accepts
 
 
 def _call_of(original: Any) -> Any:
-    """``Layer.__call__`` that calls the models directly that have the attribute ``_hasten_takes``."""
+    """``Layer.__call__`` that calls the models directly that have the attribute ``_hasten_accepts``."""
 
     @wraps(original)
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        takes = layer.__dict__.get("_hasten_takes")
-        if takes is None or len(args) != 1 or kwargs.keys() != {"training"}:
+        accepts = layer.__dict__.get("_hasten_accepts")
+        if accepts is None or len(args) != 1 or kwargs.keys() != {"training"}:
             return original(layer, *args, **kwargs)
-        if type(kwargs["training"]) is not bool or not takes(args[0]):
+        if type(kwargs["training"]) is not bool or not accepts(args[0]):
             return original(layer, *args, **kwargs)
         return torch.nn.Module.__call__(layer, args[0], training=kwargs["training"])
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hasten import Card, Exactness, Method, NoEffectError, RunContext
-from hasten.utils.keras_models import NO_KERAS, computes_in, is_keras, is_stateless, replace_method
+from hasten.utils.keras_models import NO_KERAS, computes_in, is_builtin, is_keras, is_stateless, replace_method
 
 LOSSES, METRICS = "keras.src.losses.losses", "keras.src.metrics."
 NOT_BUILT = "the loss is not built yet"
@@ -107,7 +107,7 @@ def _loss_of(model: Any, compiled: Any) -> Any:
 
 
 def _adds_no_loss(layer: Any) -> bool:
-    return type(layer).__module__.startswith("keras.src.") and layer.activity_regularizer is None
+    return is_builtin(layer) and layer.activity_regularizer is None
 
 
 def _obstacle(model: Any, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> str:

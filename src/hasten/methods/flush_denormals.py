@@ -1,4 +1,4 @@
-"""Computes with zero instead of denormal numbers, which CPUs compute with up to a hundred times slower."""
+"""Computes with zero instead of denormal numbers, which CPUs compute with tens to hundreds of times slower."""
 
 from dataclasses import dataclass
 

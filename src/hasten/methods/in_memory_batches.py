@@ -54,7 +54,7 @@ STACKED_DATASET = '''class InMemory(torch.utils.data.Dataset):
     def collate(batch):
         return batch
 '''
-LOOKED_AT = 2  # batches that a script may look at before its training, such as a fixed one to log
+MAX_PREVIEWED_BATCHES = 2  # batches that a script may look at before its training, such as a fixed one to log
 ALIGNMENT = 64  # bytes; torch's alignment of tensors. Every batch must have it: kernels may sum in another order
 
 
@@ -111,7 +111,7 @@ class InMemoryBatches(Method):
             return stacked[0]
 
         def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
-            needed = FieldsAsNeeded(spec, batches) if reads_few and len(few) <= LOOKED_AT else None
+            needed = FieldsAsNeeded(spec, batches) if reads_few and len(few) <= MAX_PREVIEWED_BATCHES else None
             fields = needed.fields if needed else current_fields()
             if fields is None:
                 yield from batches.epoch(epoch, start)
@@ -124,14 +124,8 @@ class InMemoryBatches(Method):
                 buffer = next(ring) if batches.training else BatchBuffer()  # an evaluation may keep its batches
                 yield from buffer.fetch(fields, group)
 
-        def describe() -> str:
-            devices = {buffer.device.type for buffer in buffers if buffer.device}
-            if not devices:
-                raise NoEffectError("no batch was fetched from memory")
-            return f"the batches came from {len(spec.dataset)} samples in memory{' of the GPU' * ('cuda' in devices)}"
-
         if batches.training:
-            run.observe_effect(self, describe)
+            run.observe_effect(self, partial(_describe, buffers, spec))
         return replace(batches, epoch=epoch, spec=None)
 
     def _stack(self, spec: LoaderSpec, run: RunContext) -> Batch | None:
@@ -317,3 +311,10 @@ class BatchBuffer:
             torch.index_select(field, 0, index, out=tensor.narrow(0, 0, size))
             for field, tensor in zip(fields, self.tensors, strict=True)
         ]
+
+
+def _describe(buffers: list[BatchBuffer], spec: LoaderSpec) -> str:
+    devices = {buffer.device.type for buffer in buffers if buffer.device}
+    if not devices:
+        raise NoEffectError("no batch was fetched from memory")
+    return f"the batches came from {len(spec.dataset)} samples in memory{' of the GPU' * ('cuda' in devices)}"

@@ -81,7 +81,7 @@ def cast_speedup(cost: Mapping, codec_seconds: float, step: float) -> tuple[floa
     return speedup, why
 
 
-def verdict_of(
+def describe_job_diagnosis(
     straggler: Mapping | None, ceilings: Mapping[str, Ratio], cost: Mapping, rows: list[dict], step: float
 ) -> str:
     """One sentence that names the largest cause: the straggler, the exchange, the input, waits or arithmetic.

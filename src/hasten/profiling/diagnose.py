@@ -15,13 +15,13 @@ from hasten.core.recipe import Recipe
 from hasten.engine.devices import pick_device
 from hasten.engine.memory import largest_batch
 from hasten.engine.registry import method_class, method_names
-from hasten.engine.tasks import TaskRef
+from hasten.engine.tasks import TaskLike, TaskRef
 from hasten.profiling.advise import advise, amdahl
 from hasten.profiling.ceilings import CHEAP_S, MIN_SHARE
 from hasten.profiling.drift import STRETCHES, Drift, describe, measure_drift
 from hasten.profiling.ops import ONE_PROCESS, check_lower_precision, measure_operations
 from hasten.profiling.step_profile import StepProfile, profile_steps
-from hasten.profiling.verdict import memory_sentence, possible_gains, verdict_of
+from hasten.profiling.verdict import describe_diagnosis, memory_sentence, possible_gains
 from hasten.reporting.result_schema import DetectedMetric, DiagnoseResult, DriftRow, Interval, NotAdvised
 from hasten.utils.durations import format_duration, parse_budget
 
@@ -31,7 +31,7 @@ ONE_PROCESS_DRIFT = "measured in one process only; leave --processes out"
 
 
 def diagnose(
-    task: Any,
+    task: TaskLike,
     *,
     recipe: Recipe | str | Path | Iterable[str] | None = None,
     budget: float | str = 60.0,
@@ -46,29 +46,29 @@ def diagnose(
     """Measures where a task's time goes and what could be gained.
 
     Args:
-        task: a workload's name, ``file.py:function`` or a Task.
-        recipe: the methods to train with: a Recipe, a ``.toml`` file or ``--with`` text; None for the task as it is.
-        budget: seconds, or a text such as "10m"; exceeded by one experiment at most.
-        processes: number of ranks. With several, no phase is switched off, so only the phase timer bounds the gains.
-        timeout: seconds without progress after which several processes count as hanging; None for the default.
-        deadline: time of ``time.monotonic`` at which the diagnosis ends; what is not measured then is missing.
+        task: A workload's name, ``file.py:function``, a Task, a function that returns one, or ``hasten.script(...)``.
+        recipe: The methods to train with: a Recipe, a ``.toml`` file or ``--with`` text; None for the task as it is.
+        budget: Seconds, or a text such as "10m"; exceeded by one experiment at most.
+        processes: Number of ranks. With several, no phase is switched off, so only the phase timer bounds the gains.
+        timeout: Seconds without progress after which several processes count as hanging; None for the default.
+        deadline: Time of ``time.monotonic`` at which the diagnosis ends; what is not measured then is missing.
         device: "cpu" or "cuda"; None picks one.
-        seed: seed of the run that is measured.
-        ops: also show which operations ran in which precision, for a recipe with lower precision in one process. Takes
+        seed: Seed of the run that is measured.
+        ops: Also show which operations ran in which precision, for a recipe with lower precision in one process. Takes
             a few steps beyond the budget.
-        on_progress: called with the progress.
+        on_progress: Called with the progress.
 
     Returns:
         Plain data. ``verdict``: a sentence. ``phases``: share of the wall clock, summing to 1. ``ceilings``: time with
         / time without, with a 95 % interval. ``advice`` and ``not_advised``: methods. ``causes``: page faults and host
-        reads a step, shares of system and issue time, the cost of timing. ``input``: samples/s
-        of the input pipeline and of the training step, see ``InputThroughput``. ``flops``, ``facts``, and the
-        speed of the run in seconds and samples. ``operations``: see ``Operations``; None without ``ops``.
-        ``drift``: see ``measure_drift``. ``peak_memory_bytes``: of each rank, see ``engine/memory.py``.
+        reads a step, shares of system and issue time, the cost of timing. ``input``: samples/s of the input pipeline
+        and of the training step, see ``InputThroughput``. ``flops``, ``facts``, and the speed of the run in seconds and
+        samples. ``operations``: see ``Operations``; None without ``ops``. ``drift``: see ``measure_drift``.
+        ``peak_memory_bytes``: of each rank, see ``engine/memory.py``.
 
     Raises:
-        ConfigurationError: a wrong request.
-        RunError: the task could not run.
+        ConfigurationError: A wrong request.
+        RunError: The task could not run.
     """
     task, recipe, device, budget = TaskRef.of(task), Recipe.coerce(recipe), pick_device(device), parse_budget(budget)
     task.begin("command")  # unless it is a part of a search
@@ -117,7 +117,7 @@ def diagnose(
         "task": str(task),
         "recipe": str(recipe),
         "device": task.device(device),
-        "verdict": verdict_of(profile, gains),
+        "verdict": describe_diagnosis(profile, gains),
         "phases": profile.phases,
         "ceilings": ceilings,
         "not_measured": profile.ceilings.not_measured | no_drift,

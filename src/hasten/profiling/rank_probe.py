@@ -28,7 +28,7 @@ from hasten.core.types import Batch
 from hasten.engine.plan import Program
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import ReplayedBatch, disabled_phases, import_path
-from hasten.profiling.phase_timer import TimePhases
+from hasten.profiling.time_phases import TimePhases
 
 EXCHANGE, BARRIER, INPUT = "exchange", "barrier", "input"
 BLOCK_KINDS = {"plain": (), "barrier": (EXCHANGE, BARRIER), "no_exchange": (EXCHANGE,), "no_input": (INPUT,)}

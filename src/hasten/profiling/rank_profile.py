@@ -43,8 +43,8 @@ from hasten.profiling.communication import (
     HALF_PRECISION_SAVING,
     cast_speedup,
     communication_cost,
+    describe_job_diagnosis,
     measure_cast_seconds,
-    verdict_of,
 )
 from hasten.profiling.probe import facts_of
 from hasten.profiling.rank_probe import EXCHANGE, INPUT, RankProbe
@@ -135,7 +135,7 @@ def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, on_progre
     # devices (on the CPU: threads) of the job / those of a single process
     resource_factor = ranks.world_size * (torch.get_num_threads() / single_process_threads() if on_cpu else 1)
     return {
-        "verdict": verdict_of(straggler, ceilings, cost, rows, step),
+        "verdict": describe_job_diagnosis(straggler, ceilings, cost, rows, step),
         "processes": ranks.world_size,
         "backend": dist.get_backend(),
         "ranks": rows,

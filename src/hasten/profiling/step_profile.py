@@ -23,7 +23,7 @@ from hasten.core.recipe import Recipe
 from hasten.engine.tasks import TaskRef
 from hasten.profiling.ablations import LARGER_BATCH, NoUpdate, ReplayedBatch, ResidentBatch, import_path
 from hasten.profiling.ceilings import Ceilings, measure_ceilings
-from hasten.profiling.phase_timer import TimePhases
+from hasten.profiling.time_phases import TimePhases
 from hasten.reporting.result_schema import Flops
 
 TIMING_SHARE = 0.4  # of the budget, for the phases; the rest is for the ceilings

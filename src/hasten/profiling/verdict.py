@@ -77,7 +77,7 @@ def is_launch_bound(
     return "cuda" in facts and queued_steps <= LAUNCH_BOUND and input_share < MAX_INPUT_SHARE and not reads
 
 
-def verdict_of(profile: StepProfile, gains: Mapping[str, float]) -> str:
+def describe_diagnosis(profile: StepProfile, gains: Mapping[str, float]) -> str:
     """One sentence that names the largest cause and its gain; ``gains`` are those of ``possible_gains``."""
     phases = profile.phases
     cause = _largest_cause(gains)

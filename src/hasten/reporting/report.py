@@ -29,16 +29,16 @@ _UNITS = {"percent": "%", "gb": "GB", "mb": "MB", "seconds": "s", "mhz": "MHz", 
 
 
 def report(run_dir: str | Path) -> Path:
-    """Write ``report.html`` into the run directory of tune or train, or the directory of quantize.
+    """Writes ``report.html`` into the run directory of tune or train, or the directory of quantize.
 
     Args:
-        run_dir: the run directory; it contains ``result.json``.
+        run_dir: The run directory; it contains ``result.json``.
 
     Returns:
         The path of the report: one file that loads nothing from the network.
 
     Raises:
-        ConfigurationError: there is no result of tune, train or quantize, it is incomplete or has a value of the wrong
+        ConfigurationError: There is no result of tune, train or quantize, it is incomplete or has a value of the wrong
             type, or the report cannot be written.
     """
     directory = Path(run_dir)

@@ -17,10 +17,10 @@ from hasten.deploy.signature import Signature
 from hasten.serving.inputs import zero_inputs
 
 CLOSED_S = 5.0  # after which a client may try again while a server stops
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches, which --tune-batching measures
-PAYS = 1.05  # ratio of the samples per second of two sizes, below which the larger one does not pay
-SECONDS = 0.15  # for each size
-LONGEST = 1.0  # seconds of a batch, after which no larger one is measured
+MEASURED_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches, which --tune-batching measures
+MIN_SPEEDUP = 1.05  # ratio of the samples per second of two sizes, below which the larger one does not pay
+SECONDS_PER_SIZE = 0.15  # for each size
+MAX_BATCH_S = 1.0  # seconds of a batch, after which no larger one is measured
 MAX_WAIT_S = 0.01
 
 Arrays = tuple[numpy.ndarray, ...]  # the inputs of a request; dimension 0 is the batch
@@ -176,32 +176,32 @@ class Batcher:
 
 
 def measure_batches(compute: Callable[[Arrays], object], signature: Signature) -> dict[int, float]:
-    """Samples of a batch -> median seconds of computing it, for batches of zeros of each of ``SIZES``, up to one that
-    takes longer than ``LONGEST``.
+    """Samples of a batch -> median seconds of computing it, for batches of zeros of each of ``MEASURED_BATCH_SIZES``,
+    up to one that takes longer than ``MAX_BATCH_S``.
     """
     seconds: dict[int, float] = {}
-    for size in SIZES:
+    for size in MEASURED_BATCH_SIZES:
         inputs = zero_inputs(signature, size, free=16)
         compute(inputs)
         times, began = list[float](), time.perf_counter()
-        while len(times) < 5 or time.perf_counter() - began < SECONDS:
+        while len(times) < 5 or time.perf_counter() - began < SECONDS_PER_SIZE:
             start = time.perf_counter()
             compute(inputs)
             times.append(time.perf_counter() - start)
         seconds[size] = sorted(times)[len(times) // 2]
-        if seconds[size] > LONGEST:
+        if seconds[size] > MAX_BATCH_S:
             break
     return seconds
 
 
 def best_batching(seconds: dict[int, float]) -> tuple[int, float]:
-    """(max_batch, max_wait) from ``measure_batches``: the smallest size from which no larger one computes PAYS times as
-    many samples per second, and half of its seconds, at most MAX_WAIT_S.
+    """(max_batch, max_wait) from ``measure_batches``: the smallest size from which no larger one computes
+    MIN_SPEEDUP times as many samples per second, and half of its seconds, at most MAX_WAIT_S.
 
     While one batch is computed the next one collects, so that a long wait helps only at the start of a burst.
     """
     best = next(iter(seconds))
     for size in seconds:
-        if size / seconds[size] > PAYS * best / seconds[best]:
+        if size / seconds[size] > MIN_SPEEDUP * best / seconds[best]:
             best = size
     return best, min(MAX_WAIT_S, seconds[best] / 2)

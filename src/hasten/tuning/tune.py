@@ -30,7 +30,7 @@ from hasten.engine.environment import machine_and_versions, source_hash
 from hasten.engine.registry import method_class, method_names
 from hasten.engine.resources import warn_oversubscribed
 from hasten.engine.run_dir import atomic_write
-from hasten.engine.tasks import TaskRef
+from hasten.engine.tasks import TaskLike, TaskRef
 from hasten.profiling.advise import advise_without_profile
 from hasten.profiling.diagnose import diagnose
 from hasten.reporting.result_schema import TuneResult
@@ -64,7 +64,7 @@ class SearchInterrupted(KeyboardInterrupt):
 
 
 def tune(
-    task: Any,
+    task: TaskLike,
     *,
     budget: float | str | None = None,
     margin: float | None = None,
@@ -84,34 +84,34 @@ def tune(
     """Finds a faster recipe for a task, with evidence, or returns "no improvement".
 
     Args:
-        task: a workload's name, ``file.py:function`` or a Task.
-        budget: seconds of the search, or a text such as "10m"; "+10m" continues a search for so long. The default is a
+        task: A workload's name, ``file.py:function``, a Task, a function that returns one, or ``hasten.script(...)``.
+        budget: Seconds of the search, or a text such as "10m"; "+10m" continues a search for so long. The default is a
             small multiple of one run of the task; a ProgressWarning states it before the search starts.
-        margin: how much worse the metric may be, in its own unit; by default the larger of 0.5 % of the baseline's
+        margin: How much worse the metric may be, in its own unit; by default the larger of 0.5 % of the baseline's
             metric and its standard deviation between seeds.
-        evidence: weakest evidence of the recipe to recommend: "exact", "precision", "proven" (the default) or
+        evidence: Weakest evidence of the recipe to recommend: "exact", "precision", "proven" (the default) or
             "estimated". The first two need no validation data, and no method that changes the training is tried.
-        methods: the only methods to try, as ``--with`` text; None: all.
-        extra: methods to try besides, as ``./file.py:Class[:key=value]``.
-        out: directory of the search, ``runs/tune-TASK`` by default; a search that was stopped there continues.
-        runs: trainings that the user expects to do with the result; decides whether the report says that the search
+        methods: The only methods to try, as ``--with`` text; None: all.
+        extra: Methods to try besides, as ``./file.py:Class[:key=value]``.
+        out: Directory of the search, ``runs/tune-TASK`` by default; a search that was stopped there continues.
+        runs: Trainings that the user expects to do with the result; decides whether the report says that the search
             pays.
-        processes: number of ranks that train together. The baseline is then the task's own data-parallel training;
+        processes: Number of ranks that train together. The baseline is then the task's own data-parallel training;
             whether one process would be faster is measured, too.
-        timeout: seconds without progress after which a job of several processes counts as hanging; by default a part of
+        timeout: Seconds without progress after which a job of several processes counts as hanging; by default a part of
             the budget.
         device: "cpu" or "cuda"; None picks one.
-        seed: seed of the search.
-        price_per_hour: price of an hour of this machine; the result then states the price of a training.
-        spent: seconds of the budget that have passed already, such as the start of the program.
-        on_progress: called with the progress.
+        seed: Seed of the search.
+        price_per_hour: Price of an hour of this machine; the result then states the price of a training.
+        spent: Seconds of the budget that have passed already, such as the start of the program.
+        on_progress: Called with the progress.
 
     Returns:
         The content of ``result.json``: verdict, recipe, evidence, speedup, quality, frontier, trials, and their cost.
 
     Raises:
-        ConfigurationError: a wrong request, or a budget that ended before the first steps.
-        RunError: the task's own training does not run.
+        ConfigurationError: A wrong request, or a budget that ended before the first steps.
+        RunError: The task's own training does not run.
         SearchInterrupted: Ctrl-C, once there is an answer.
     """
     reset_shown_warnings()
@@ -122,6 +122,10 @@ def tune(
     seconds = None if budget is None else parse_budget(budget[1:] if isinstance(budget, str) and continues else budget)
     selection = MethodSelection.of(methods, extra)  # checked before anything runs
     task, asked = TaskRef.of(task), pick_device(device)
+    needs_whole_run = evidence not in ("exact", "precision")
+    if getattr(task, "vary", ()) and not needs_whole_run:
+        nothing = f"with --evidence {evidence} no method that changes the training is tried"
+        raise ConfigurationError(f"{nothing}; leave out --vary, or choose proven or estimated")
     directory = search_directory(task, out)
     store = TrialStore(directory, {})  # locks the directory before the task is loaded
     clock = Budget(float("inf") if seconds is None else seconds)
@@ -129,7 +133,6 @@ def tune(
     try:
         # a search that cannot be continued runs nothing
         before = _earlier_result(directory, {"margin": margin}) if continues else {}
-        needs_whole_run = evidence not in ("exact", "precision")
         facts = _describe(task, processes, clock, before.get("baseline_seconds") if needs_whole_run else None)
         used: str = task.device(asked)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
@@ -225,7 +228,7 @@ def _run_stages(study: Study, state: SearchState, earlier: dict[str, Any], has_v
             state.operations = study.operations(state.chosen.recipe)
 
 
-def search_directory(task: Any, out: str | Path | None = None) -> Path:
+def search_directory(task: TaskLike, out: str | Path | None = None) -> Path:
     """The directory of a search: ``out``, or ``runs/tune-TASK``; for a script ``runs/tune-TASK-2`` and so on, where
     another command has its search in the first: no result is replaced.
     """

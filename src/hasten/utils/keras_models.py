@@ -17,6 +17,11 @@ def is_keras(module: object) -> bool:
     )
 
 
+def is_builtin(thing: object) -> bool:
+    """Whether the class of a layer or model is one of Keras itself, not derived from one."""
+    return type(thing).__module__.startswith("keras.src.")
+
+
 def is_keras_dropout(module: object) -> bool:
     """Whether a module is a layer of Keras that drops out a fraction ``rate`` of its inputs."""
     return is_keras(module) and "Dropout" in type(module).__name__

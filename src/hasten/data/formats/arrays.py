@@ -43,6 +43,10 @@ def augmented_images(
     ``images`` is a tensor, NumPy array or path of a ``.npy`` file, shape (n, ..., height, width); ``labels`` one per
     image, as for ``arrays``; ``padding`` and ``mirror`` are those of ``random_crop``, ``mean`` and ``std`` those of
     ``normalize``. A batch is float32, shape (rows, ..., height, width), or with labels the tuple (images, labels).
+
+    Raises:
+        ConfigurationError: The images have fewer than three dimensions, or an argument is one that ``arrays``,
+            ``random_crop`` or ``normalize`` refuses.
     """
     source = Arrays(images if labels is None else (images, labels))
     images_of(source.columns)  # reports a wrong shape now, not at the first batch

@@ -26,7 +26,7 @@ from hasten.data.validation import at_least
 HEADER_BYTES = 1024  # of llm.c
 DEFAULT_DTYPE = numpy.dtype("<u2")
 HEADER_DTYPES = {20240520: numpy.dtype("<u2"), 20240801: numpy.dtype("<u4")}  # by the first integer of the header
-OTHER_FORMATS = {
+OTHER_FORMATS = {  # by their first bytes
     b"\xff\xd8\xff": "a JPEG image",
     b"\x89PNG": "a PNG image",
     b"PK\x03\x04": "a zip archive, such as a PyTorch checkpoint",
@@ -36,7 +36,7 @@ OTHER_FORMATS = {
     b"ARROW1": "an Arrow file",
     b"\x93NUMPY": "a NumPy array, which must be named .npy",
     b"GGUF": "a GGUF model",
-}  # by their first bytes
+}
 CHUNK = 1 << 14  # windows per chunk, for a windowed shuffle
 
 

@@ -9,7 +9,7 @@ keeps trackers offline. The user's own ``sitecustomize`` still runs.
 import os
 import sys
 
-FOLDER = os.path.dirname(os.path.abspath(__file__))
+DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 SESSION = "HASTEN_HOST"  # environment variable: the directory of the session, which hasten made
 TRACKERS = (  # the modules of hasten.hosts.inside.offline.WATCHED
     *("wandb.sdk.wandb_init", "trackio", "transformers.training_args", "huggingface_hub.hf_api"),
@@ -20,7 +20,7 @@ TRACKERS = (  # the modules of hasten.hosts.inside.offline.WATCHED
 
 def run_users_sitecustomize():
     """Imports the sitecustomize that this file hides, if any, and takes this directory out of the search path."""
-    sys.path[:] = [directory for directory in sys.path if os.path.abspath(directory or ".") != FOLDER]
+    sys.path[:] = [directory for directory in sys.path if os.path.abspath(directory or ".") != DIRECTORY]
     ours = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # noqa: F401
@@ -166,7 +166,7 @@ def find_hasten():
     try:
         import hasten  # noqa: F401
     except ImportError:
-        sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(DIRECTORY))))
 
 
 if SESSION in os.environ:

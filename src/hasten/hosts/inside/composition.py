@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
@@ -22,7 +23,7 @@ from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError
 from hasten.core.method import Method, hooks_of
 from hasten.core.run_context import EngineServices, RunContext, TrainPlan
-from hasten.engine.composition import applicable_methods, call_hook
+from hasten.engine.composition import applicable_methods, fold_hook
 from hasten.engine.data_adapters import apply_data_hook
 from hasten.engine.effects import EffectObserver
 from hasten.engine.loaders import from_loader
@@ -65,6 +66,7 @@ class Composition:
         self.run.plan = replace(self.plan)
         check_supported(methods, owner)
         self.methods = applicable_methods(methods, self.run)
+        self.fold = partial(fold_hook, self.methods, self.run)  # (hook, thing) -> the thing, wrapped by the methods
         self.hooks = {hook for method in self.methods for hook in hooks_of(method)}
         self.context = ExitStack()  # never closed: the process ends with the run
         self.sets_threads = False  # to another number than the script
@@ -74,13 +76,6 @@ class Composition:
         self.expected: Optimizer | None = None  # was made later, and has not been checked
         self.gave_up = self.changed_loss = False  # to act on gradients; whether the last backward pass was changed
         self.refuse: Callable[[Exception], None] = lambda error: None  # what happens where it gives up
-
-    def fold(self, hook: str, thing: Any) -> Any:
-        """Passes ``thing`` through ``hook`` of every method that overrides it; methods that replace it come first."""
-        for method in sorted(self.methods, key=lambda method: hook not in method.card.replaces):
-            if hook in hooks_of(method):
-                thing = call_hook(method, hook, thing, self.run)
-        return thing
 
     def enter_process(self, own_threads: int | None = None) -> None:
         """Enters the process contexts of the methods until the process ends: threads, allocator, precision.

@@ -97,7 +97,7 @@ class ModelSeam:
             self.marks.pop()  # of what was no evaluation
 
     def watch_copies(self) -> None:
-        """Tells evaluations of copies of a root, such as moving averages of its weights, that no step has called."""
+        """Notes evaluations of copies of a root, such as moving averages of its weights, that no step has called."""
 
         def shapes(module: nn.Module) -> list[Any]:
             return [None if is_lazy(parameter) else parameter.shape for parameter in module.parameters()]
@@ -108,8 +108,8 @@ class ModelSeam:
             inner: Any = getattr(outer, "module", None)  # of an AveragedModel
             for module in (outer, inner) if isinstance(inner, nn.Module) else (outer,):
                 if id(module) not in {*self.known, *parts} and shapes(module) in of_roots:
-                    before, call = get_set_module_call(module), self._told_apart(module, get_module_call(module))
-                    vars(call)["of_copy"] = before
+                    call = self._with_evaluation_timing(module, get_module_call(module))
+                    vars(call)["of_copy"] = get_set_module_call(module)
                     set_module_call(module, call)
 
     def forget_teachers(self) -> None:
@@ -148,7 +148,7 @@ class ModelSeam:
         intercept_module_calls(None)  # the calls inside are of parts, and compilation must trace nothing of hasten
         try:
             if id(module) not in self.known and not self.is_symbolic(args, kwargs):
-                self._consider(module)
+                self._add_if_root(module)
             return get_module_call(module)(*args, **kwargs)
         finally:
             if self.searches:
@@ -165,26 +165,26 @@ class ModelSeam:
                 self.sites.note("models", root, called=True)
             call = getattr(root, step)
             under_methods = self.wrap(root, lambda: getattr(root, step)) if self.wrap else call
-            self.adopted[id(root)] = functools.wraps(call)(self._told_apart(root, under_methods))
+            self.adopted[id(root)] = functools.wraps(call)(self._with_evaluation_timing(root, under_methods))
         root.__dict__[step] = self.adopted[id(root)]
 
-    def _consider(self, module: nn.Module) -> None:
+    def _add_if_root(self, module: nn.Module) -> None:
         if self.wanted is not None and not any(id(parameter) in self.wanted for parameter in module.parameters()):
             return
         self.known[id(module)] = module
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return
         if any(module is root for root in _outermost_modules()) and not self._contains_attached(module):
-            self._take(module)
+            self._add_root(module)
 
     def attach(self, module: nn.Module) -> None:
         """Records a module that the script names by ``hasten.attach`` as a root, even if it is a part of another."""
         self.attached.add(id(module))
         if not any(module is root for root in self.roots):  # known are also those that were called and rejected
             self.known[id(module)] = module
-            self._take(module)
+            self._add_root(module)
 
-    def _take(self, module: nn.Module) -> None:
+    def _add_root(self, module: nn.Module) -> None:
         if self.replaces_roots:
             self.roots.clear()
             self.replaces_roots = False
@@ -198,7 +198,7 @@ class ModelSeam:
         before = getattr(own, "of_copy", own)  # it was taken for a copy, such as the model of a later fold
         set_module_call(module, before)
         call = self.wrap(module, lambda: get_module_call(module)) if self.wrap else get_module_call(module)
-        under_methods = self._told_apart(module, call)
+        under_methods = self._with_evaluation_timing(module, call)
         vars(under_methods)["before"] = before
         set_module_call(module, under_methods)
 
@@ -214,7 +214,7 @@ class ModelSeam:
             if hasattr(call, "before"):  # else the script has compiled it since
                 set_module_call(root, call.before)
 
-    def _told_apart(self, root: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_evaluation_timing(self, root: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         phases = self.phases
 
         def forward(*args: Any, **kwargs: Any) -> Any:

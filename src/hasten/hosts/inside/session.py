@@ -135,9 +135,9 @@ class Session:
         watch_threads(self.sites, bool(composition) and composition.sets_threads)
         acts_on = composition.hooks if composition else set()
         self.steps = StepSeam(self.sites, self.phases)
-        wrap_call = (
-            self._guarded(composition.wrap_call, lambda _, call_of_root: call_of_root()) if composition else None
-        )
+        wrap_call = None
+        if composition:
+            wrap_call = self._guarded(composition.wrap_call, lambda _, call_of_root: call_of_root())
         self.models = ModelSeam(self.sites, self.phases, self.steps, wrap_call)
         self.models.waits_for_gpu = not self.is_real
         roles = {entry["site"]: entry["role"] for entry in known.get("loaders", ())}
@@ -283,12 +283,8 @@ class Session:
 
     def _refuse_closure(self, optimizer: torch.optim.Optimizer) -> None:
         self.composition.gave_up = True
-        self._refuse_gradients(
-            ConfigurationError(
-                f"{type(optimizer).__name__}.step(closure) computes gradients at other weights: leave "
-                "out methods that change gradients"
-            )
-        )
+        what = f"{type(optimizer).__name__}.step(closure) computes gradients at other weights"
+        self._refuse_gradients(ConfigurationError(f"{what}: leave out methods that change gradients"))
 
     def _refuse_clipping(self, *_: Any, **__: Any) -> NoReturn:
         """Ends the process where the script clips gradients that hold the scale of the loss until the update."""
@@ -383,11 +379,8 @@ class Session:
         """The answer to the request that is running: the block, the evaluation or what was observed."""
         usage, of_children = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         # workers that have ended, such as those that have read all samples, ran side by side at best
-        seconds = (
-            usage.ru_utime
-            + usage.ru_stime
-            + (of_children.ru_utime + of_children.ru_stime) / len(os.sched_getaffinity(0))
-        )
+        of_workers = (of_children.ru_utime + of_children.ru_stime) / len(os.sched_getaffinity(0))
+        seconds = usage.ru_utime + usage.ru_stime + of_workers
         result: dict[str, Any] = {"steps": self.steps.count, "process_cpu": seconds}
         result["group"] = os.getpgrp()  # torchrun starts each rank in a session of its own
         result["world_size"] = _world_size()

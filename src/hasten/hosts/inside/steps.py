@@ -21,7 +21,7 @@ from hasten.hosts.inside.replace import replaces
 from hasten.hosts.inside.sites import Sites
 from hasten.utils.phase_timer import PhaseTimer
 
-MOST_BACKWARDS = 256  # after which an optimizer that has not updated counts as unused, and one that is updating as long
+MAX_BACKWARDS = 256  # after which an optimizer that has not updated counts as unused, and one that is updating as long
 
 
 class StepSeam:
@@ -80,7 +80,7 @@ class StepSeam:
 
         def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if self.active and id(optimizer) not in self.counts:
-                self._know(optimizer)
+                self._register(optimizer)
                 call(optimizer)
 
         register_optimizer_step_pre_hook(check)
@@ -118,9 +118,9 @@ class StepSeam:
                 self.scaled = None, None
             self.passes += 1
             self.on_backward()
-            if self.passes >= MOST_BACKWARDS and self.updating is not None:
+            if self.passes >= MAX_BACKWARDS and self.updating is not None:
                 self.long.add(self.updating)
-            elif self.passes >= MOST_BACKWARDS and not self.counts:
+            elif self.passes >= MAX_BACKWARDS and not self.counts:
                 self.has_optimizer = False
             if not self.has_optimizer or self.updating in self.long:
                 self.end_step()
@@ -202,7 +202,7 @@ class StepSeam:
 
         return step
 
-    def _know(self, optimizer: Optimizer) -> int:
+    def _register(self, optimizer: Optimizer) -> int:
         """Begins to count an optimizer's updates, one below the steps so far, and returns that count: an optimizer that
         comes later than the first does not end steps of its own.
         """
@@ -234,10 +234,10 @@ class StepSeam:
         count = self.counts.get(key)
         if key in self.long:  # its steps are counted; the next update of any optimizer is one again
             if count is None:
-                self._know(optimizer)
+                self._register(optimizer)
             self.counts = dict.fromkeys(self.counts, self.count)
             return
-        self.counts[key] = count = (self._know(optimizer) if count is None else count) + 1
+        self.counts[key] = count = (self._register(optimizer) if count is None else count) + 1
         if count > self.count and (not self.leading or key in self.leading):
             self.end_step()
 

@@ -49,12 +49,12 @@ def _make_sampler(*args: Any, **options: Any) -> Any:
     """The sampler of hasten, imported at its first use: while PyTorch Geometric is being imported it cannot be."""
     from hasten.graph import NeighborSampler
 
-    _say_once()
+    _print_once()
     sampler = NeighborSampler(*args, **options)
     _epochs[sampler] = itertools.count()
     return sampler
 
 
 @functools.cache
-def _say_once() -> None:
+def _print_once() -> None:
     print("hasten: neighbors are sampled by hasten.graph, since pyg-lib is not installed", file=sys.stderr)
