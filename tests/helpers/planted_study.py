@@ -12,7 +12,7 @@ from hasten.engine.tasks import TaskRef
 from hasten.tuning.budget import Budget
 from hasten.tuning.study import Study
 from hasten.tuning.systems import Candidate, Incumbents, candidate, search_systems
-from hasten.tuning.training import Baseline, Outcome, search_training
+from hasten.tuning.training import Baseline, Outcome, first_outcome, search_training
 
 TARGET, SAMPLES, METRIC, MARGIN = 0.9, 10_000, 0.95, 0.01
 TRIAL = 2.0  # seconds that every trial takes
@@ -176,8 +176,8 @@ def searched_systems(study: Planted, item: Candidate = THREADS) -> Incumbents:
 
 
 def searched_training(study: Planted, item: Candidate = CLIPPING) -> Incumbents:
-    incumbents = Incumbents()
-    search_training(study, incumbents, [item], baseline_of(study))
+    incumbents, baseline = Incumbents(), baseline_of(study)
+    search_training(study, incumbents, [item], baseline, first_outcome(baseline))
     return incumbents
 
 

@@ -67,6 +67,7 @@ class PlantedTrainings:
             "ratio": {"median": ratio, "low": 0.99 * ratio, "high": 1.01 * ratio},
             "seconds_per_1000_samples": {"a": self.cost[str(a)], "b": self.cost[str(b)]},
             "start_seconds": {"a": 0.0, "b": 0.0},
+            "trial_seconds": 1.0,
         }
 
     def check_exactness(self, base: Recipe, candidate: Recipe, exactness) -> dict:

@@ -54,7 +54,6 @@ class EquivalenceCase:
     exactness: Exactness
     device: str
     seed: int
-    steps: int
     seconds: float
     ranks: ProcessGroupInfo = SINGLE_PROCESS
     added: set[str] = field(init=False)
@@ -148,9 +147,9 @@ class EquivalenceRun:
     in_time: bool  # whether all steps were done before the deadline
 
 
-def both_arms(case: EquivalenceCase, *extra: Method, steps: int | None = None) -> tuple[EquivalenceRun, EquivalenceRun]:
+def both_arms(case: EquivalenceCase, *extra: Method, steps: int = STEPS) -> tuple[EquivalenceRun, EquivalenceRun]:
     """Runs base and candidate for as many steps as the slower one can do in time: (base, candidate)."""
-    a = run_arm(case, case.base, extra, min(case.steps, steps or case.steps))
+    a = run_arm(case, case.base, extra, steps)
     b = run_arm(case, case.candidate, extra, a.steps)
     if not b.in_time and b.steps < a.steps:
         a = run_arm(case, case.base, extra, b.steps)

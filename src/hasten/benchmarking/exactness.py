@@ -35,7 +35,6 @@ import torch
 
 from hasten._torch_compat import is_out_of_memory
 from hasten.benchmarking.equivalence_runs import (
-    STEPS,
     EquivalenceCase,
     EquivalenceRun,
     RunConditions,
@@ -47,7 +46,7 @@ from hasten.benchmarking.equivalence_runs import (
     validation_mismatch,
 )
 from hasten.benchmarking.process_state import restored
-from hasten.benchmarking.repeatability import WATCHED_STEPS, Control, run_control
+from hasten.benchmarking.repeatability import Control, run_control
 from hasten.benchmarking.weight_differences import (
     decibels,
     different_weights,
@@ -93,14 +92,12 @@ class ExactnessCheck:
             not repeat itself). REDUCED_PRECISION: signal-to-noise ratio of the worst gradient in dB. NaN without a
             measurement.
         why: one sentence that contains the number.
-        reproducible: whether the base repeats itself to the bit, as far as it was looked at.
         statistics: whether the result rests on the size of differences that are not reproducible: nothing is proven.
     """
 
     passed: bool
     number: float
     why: str
-    reproducible: bool = True
     statistics: bool = False
 
 
@@ -112,19 +109,18 @@ def check_exactness(
     *,
     device: str | None = None,
     seed: int = 0,
-    steps: int = STEPS,
     seconds: float = 60.0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
 ) -> ExactnessCheck:
     """Runs ``base`` and ``candidate`` and checks what ``exactness``, the class that the candidate claims, requires.
 
-    Each arm trains at most ``steps`` optimizer steps; after about ``seconds`` they are compared where they are. All
+    Each arm trains at most 30 optimizer steps; after about ``seconds`` they are compared where they are. All
     ``ranks``, the process group of both arms, must call this; the result of rank 0 counts.
 
     Raises:
         RunError: with several ranks only: the check failed to run on this rank, so the job must end.
     """
-    case = EquivalenceCase(task, base, candidate, exactness, pick_device(device), seed, steps, seconds, ranks)
+    case = EquivalenceCase(task, base, candidate, exactness, pick_device(device), seed, seconds, ranks)
     try:
         with restored(), warnings.catch_warnings():
             if case.device != "cpu":
@@ -287,22 +283,22 @@ def _judge_bit_exact(a: EquivalenceRun, b: EquivalenceRun, control: Control | No
 
 def _judge_by_what_repeats(a: EquivalenceRun, b: EquivalenceRun, control: Control) -> ExactnessCheck:
     noise, number = (relative_difference(a.weights, other.weights) for other in (control.base, b))
-    op = control.nondeterministic_op
-    blame = f"by {op}" if op else f"not by an operation of PyTorch in the first {WATCHED_STEPS} steps"
+    alerts = ", ".join(control.alerts)
+    cause = f" (torch has no deterministic implementation of {alerts})" if alerts else ""
     count = len(different_weights(a.weights, control.base.weights))
     own = (
         f"this model does not repeat itself: {count} of {len(a.weights)} weights of two runs without the recipe differ "
-        f"after {a.steps} steps ({blame})"
+        f"after {a.steps} steps{cause}"
     )
     if not control.same_batches:
-        return ExactnessCheck(False, number, f"{own}; and with the recipe the batches differ", reproducible=False)
+        return _not_passed(f"{own}; and with the recipe the batches differ", number)
     why = f"{own}; all {a.steps} batches are identical to the bit"
     if control.data_only:
-        return ExactnessCheck(True, number, f"{why}, and the recipe handles data only", reproducible=False)
+        return ExactnessCheck(True, number, f"{why}, and the recipe handles data only")
     passed = number <= NOISE_FACTOR * noise
     limit = f"{'no more' if passed else 'more'} than {NOISE_FACTOR:.0f} times the {noise:.1e} between the two runs"
     why += f"; with the recipe the weights differ by {number:.1e}, {limit}"
-    return ExactnessCheck(passed, number, why, reproducible=False, statistics=True)
+    return ExactnessCheck(passed, number, why, statistics=True)
 
 
 def _judge_equivalent_math(
@@ -319,7 +315,7 @@ def _judge_equivalent_math(
             f"this model does not repeat itself: in float64 the weights of two runs without the recipe differ by "
             f"{noise:.1e} after {a.steps} steps; with the recipe they differ by {number:.1e}, {limit}"
         )
-        return ExactnessCheck(passed, number, why, reproducible=False, statistics=True)
+        return ExactnessCheck(passed, number, why, statistics=True)
     passed = number < MAX_DIFFERENCE
     relation = "below" if passed else "not below"
     why = f"in float64 the weights differ by {number:.1e} after {a.steps} steps, {relation} {MAX_DIFFERENCE:.0e}"

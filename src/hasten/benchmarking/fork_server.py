@@ -67,7 +67,7 @@ class Worker:
         service: ``module:Class`` of the object. The class is called in the worker.
         environment: variables to set in the worker, besides those of this process.
         timeout: default of ``call``, in seconds; None waits forever.
-        deadline: default of ``call``, as a time of ``time.monotonic``; also limits the creation of the object.
+        deadline: of all calls and of the creation of the object, as a time of ``time.monotonic``.
         **arguments: arguments of the class.
 
     Raises:
@@ -101,14 +101,13 @@ class Worker:
         method: str,
         *,
         timeout: float | None = None,
-        deadline: float | None = None,
         on_progress: ProgressCallback = no_progress,
         **arguments: Any,
     ) -> Any:
         """Calls a method of the object and returns its result. Forwards progress to ``on_progress``, and warnings.
 
-        The worker is killed after ``timeout`` seconds without a message, and at ``deadline`` (a time of
-        ``time.monotonic``) in any case; with None, which both are by default, it is not.
+        The worker is killed after ``timeout`` seconds without a message, and at its deadline in any case; if both are
+        None, it is not.
 
         Raises:
             ConfigurationError, RunError: raised by the method.
@@ -116,7 +115,7 @@ class Worker:
             DeadlineError: the method had not returned at the deadline.
         """
         timeout = self.timeout if timeout is None else timeout
-        deadline = self.deadline if deadline is None else deadline
+        deadline = self.deadline
         try:
             seconds = seconds_to_wait(timeout, deadline)  # starts nothing after the deadline
             self.send(method, arguments)

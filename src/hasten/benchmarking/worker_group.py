@@ -85,7 +85,6 @@ class WorkerGroup:
         method: str,
         *,
         timeout: float | None = None,
-        deadline: float | None = None,
         on_progress: ProgressCallback = no_progress,
         **arguments: Any,
     ) -> Any:
@@ -98,7 +97,7 @@ class WorkerGroup:
             DeadlineError: a rank had not returned at the deadline. All ranks are killed.
         """
         timeout = self.timeout if timeout is None else timeout
-        deadline = self.deadline if deadline is None else deadline
+        deadline = self.deadline
         try:
             seconds_to_wait(timeout, deadline)  # starts nothing after the deadline
             for rank in self.ranks:

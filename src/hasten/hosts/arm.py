@@ -79,17 +79,15 @@ class ScriptWorker:
         method: str,
         *,
         timeout: float | None = None,
-        deadline: float | None = None,
         on_progress: ProgressCallback = no_progress,
         **arguments: Any,
     ) -> Any:
-        """Calls the method of this object that is named ``method``; ``timeout`` and ``deadline`` hold for this call.
+        """Calls the method of this object that is named ``method``; ``timeout`` holds for this call.
 
         Any error but OwnLoopError kills the script. ``on_progress`` is not used.
         """
-        before = self.timeout, self.deadline
+        before = self.timeout
         self.timeout = self.timeout if timeout is None else timeout
-        self.deadline = self.deadline if deadline is None else deadline
         try:
             seconds_to_wait(self.timeout, self.deadline)
             return getattr(self, method)(**arguments)
@@ -99,7 +97,7 @@ class ScriptWorker:
             self.kill()
             raise
         finally:
-            self.timeout, self.deadline = before
+            self.timeout = before
 
     def suspend(self) -> None:
         if self.process is not None:

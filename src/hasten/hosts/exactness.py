@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 import warnings
 from collections.abc import Generator
@@ -32,6 +31,7 @@ import torch
 
 from hasten.benchmarking.equivalence_runs import STEPS, RunConditions
 from hasten.benchmarking.fork_server import DeadlineError
+from hasten.benchmarking.repeatability import ALERT
 from hasten.benchmarking.weight_differences import different_weights, relative_difference, worst_gradient
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError
@@ -119,7 +119,6 @@ class Deterministic(Method):
 
 ROUNDED = {f"{Rounded.__module__}:{Rounded.__name__}": {}}
 DETERMINISTIC = {f"{Deterministic.__module__}:{Deterministic.__name__}": {}}
-ALERT = re.compile(r"(\w+) does not have a deterministic implementation")
 
 
 @dataclass(frozen=True)
@@ -146,8 +145,8 @@ def check_exactness(trial: ScriptWorker, base: dict[str, Any], exactness: str) -
         exactness: Name of the exactness class, such as "BIT_EXACT".
 
     Returns:
-        ``passed``, ``number``, ``why`` and ``reproducible`` as ``ExactnessCheck`` has them, and ``statistics``: True if
-        the script is not reproducible, so that nothing is proven.
+        ``passed``, ``number`` and ``why`` as ``ExactnessCheck`` has them, and ``statistics``: True if the script is not
+        reproducible, so that nothing is proven.
     """
     runs, candidate = _Runs(trial), trial.methods
     runs.forget_other_bases(base)
@@ -327,7 +326,7 @@ class _Runs:
 
 def _result(passed: bool, number: float, why: str, *, statistics: bool = False) -> dict[str, Any]:
     finite = number if math.isfinite(number) else None
-    return {"passed": passed, "number": finite, "why": why, "statistics": statistics, "reproducible": not statistics}
+    return {"passed": passed, "number": finite, "why": why, "statistics": statistics}
 
 
 def _judge_bit_exact(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from statistics import fmean
 
-from hasten.benchmarking.ratio import LOOKS as SPEED_LOOKS
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.card import Exactness
 from hasten.core.recipe import Recipe
@@ -25,7 +24,14 @@ from hasten.tuning.confirmation import SUBSTITUTED, Confirmation, compute_speedu
 from hasten.tuning.finding import SURELY_FASTER
 from hasten.tuning.gate import LOOKS, MIN_SEEDS, NonInferiorityResult
 from hasten.tuning.study import EXACT_CLASSES, Study, exactness_of
-from hasten.tuning.systems import ROUNDS, disturbance, is_disturbed, loosest_exactness
+from hasten.tuning.systems import (
+    SEVERAL_ROUNDS,
+    after_others,
+    compare_again,
+    disturbance,
+    is_disturbed,
+    loosest_exactness,
+)
 from hasten.tuning.time_to_target import time_to_target
 from hasten.tuning.training import SEED_STEP, Baseline, Substitute, length_option
 
@@ -63,33 +69,38 @@ def confirm(
     first = [recipe for recipe in first if recipe in finalists] or finalists[:1]
     known = list(dict.fromkeys(map(str, [*tested, *first, *finalists])))
     attempts = [Confirmation(recipe, no_seed, most_looks=looks) for recipe in finalists]
-    after_proof = ExitStack()
-    try:
-        while (index := _next(attempts, first)) is not None:
-            attempt = attempts[index]
-            passed = {str(one.recipe) for one in attempts if one is not attempt and one.gate.passed and not one.missed}
-            rank = [name for name in known if name not in passed].index(str(attempt.recipe))
-            attempt.confidence = gate.confidence_of(rank, looks, earlier=list(tested).count(attempt.recipe))
-            waiting = sum(not one.looks and not one.over for one in attempts if one is not attempt)
-            pace_of = _of_same_pace(attempt.recipe, finalists)
-            _look(study, attempt, baseline, seconds, pace_of, waiting, rest)
-            after_look(attempts)
-            if attempt.passed and not passed:
-                after_proof.enter_context(study.budget.reserve(rest))
-        ended = "the last look leaves it in doubt"
-    except OutOfBudgetError:
-        ended = "the budget ended before it was proven"
-    finally:
-        after_proof.close()
+    with ExitStack() as after_proof:
+        try:
+            while (index := _next(attempts, first)) is not None:
+                attempt = attempts[index]
+                others = [one for one in attempts if one is not attempt]
+                passed = {str(one.recipe) for one in others if one.gate.passed and not one.missed}
+                rank = [name for name in known if name not in passed].index(str(attempt.recipe))
+                attempt.confidence = gate.confidence_of(rank, looks, earlier=list(tested).count(attempt.recipe))
+                waiting = sum(not one.looks and not one.over for one in others)
+                _look(study, attempt, baseline, seconds, _of_same_pace(attempt.recipe, finalists), waiting, rest)
+                after_look(attempts)
+                if attempt.passed and not any(one.passed for one in others):
+                    after_proof.enter_context(study.budget.reserve(rest))
+            ended = "the last look leaves it in doubt"
+        except OutOfBudgetError:
+            ended = "the budget ended before it was proven"
+    return _conclude(study, attempts, ended)
+
+
+def _conclude(study: Study, attempts: list[Confirmation], ended: str) -> list[Confirmation]:
+    """Notes every attempt, with the reason why it lost; the attempts, the winner first if any recipe passed.
+
+    ``ended``: why those that were looked at, and are still open, get no further look.
+    """
+    passed = [attempt for attempt in attempts if attempt.passed]
+    winner = max(passed, key=lambda attempt: attempt.gain.median if attempt.gain else 0.0, default=None)
     for index, attempt in enumerate(attempts):
         if attempt.comparison and not attempt.over:
             why = ended if _worth_proving(index, attempts) else "another recipe that passed is as fast, or nearly"
             attempt.why = f"{why}: {attempt.why or attempt.gate.why}"
-    speedups = {i: attempt.gain.median for i, attempt in enumerate(attempts) if attempt.passed and attempt.gain}
-    winner = attempts[max(speedups, key=speedups.__getitem__)] if speedups else None
-    for attempt in attempts:
         lost = "slower" if attempt.passed else "refused" if attempt.why else "not tried"
-        is_beaten = winner is not None and attempts.index(attempt) > attempts.index(winner)
+        is_beaten = winner is not None and index > attempts.index(winner)
         attempt.why = attempt.why or ("a faster one passed" if is_beaten else "the budget ended before it was tried")
         ratio = attempt.gain and attempt.gain.to_json()
         study.note(str(attempt.recipe), "confirmation", "won" if attempt is winner else lost, attempt.why, ratio=ratio)
@@ -175,12 +186,10 @@ def _is_hopeless(attempt: Confirmation) -> bool:
 
 def _promising(attempt: Confirmation) -> bool:
     """Whether more seeds with the same mean difference in quality would let the attempt pass."""
-    result, difference = attempt.gate, attempt.gate.difference
-    if result.passed or not difference or not 0 < attempt.looks < attempt.most_looks:
+    result = attempt.gate
+    if result.passed or not result.difference or len(result.seeds) < 2:
         return result.passed
-    return len(result.seeds) > 1 and (
-        gate.pairs_needed(result, attempt.confidence, attempt.confidence) <= LOOKS[attempt.looks]
-    )
+    return gate.pairs_needed(result, attempt.confidence, attempt.confidence) <= LOOKS[attempt.looks]
 
 
 def _worth_proving(index: int, attempts: list[Confirmation]) -> bool:
@@ -208,9 +217,9 @@ def _look(
     """
     pairs = LOOKS[attempt.looks]
     attempt.comparison = _compare(study, Recipe(), pace_of, seconds)
-    if is_disturbed(attempt.comparison):  # a search that continues, perhaps on an idle machine, measures it anew
-        salt = f"confirmation after one beside others, in {study.budget.total:.0f} s"
-        attempt.comparison = _compare(study, Recipe(), pace_of, seconds, salt)
+    if is_disturbed(attempt.comparison):
+        how = {**SEVERAL_ROUNDS, "seconds": seconds, "salt": f"confirmation {after_others(study)}"}
+        attempt.comparison = compare_again(study, Recipe(), pace_of, attempt.comparison, **how)
     if "failed" in attempt.comparison:
         return attempt.finish(attempt.comparison["failed"])
     attempt.looks += 1
@@ -230,8 +239,8 @@ def _look(
     return attempt.finish(why) if why else None
 
 
-def _compare(study: Study, a: Recipe, b: Recipe, seconds: float, salt: str = "confirmation") -> dict:
-    return study.compare_speed(a, b, looks=SPEED_LOOKS, rounds=ROUNDS, seconds=seconds, salt=salt)
+def _compare(study: Study, a: Recipe, b: Recipe, seconds: float) -> dict:
+    return study.compare_speed(a, b, **SEVERAL_ROUNDS, seconds=seconds, salt="confirmation")
 
 
 def _run_pairs(study: Study, attempt: Confirmation, pairs: int, baseline: Baseline) -> str | None:
@@ -311,34 +320,32 @@ def _run_pair(study: Study, attempt: Confirmation, seed: int, baseline: Baseline
 def _run_original(study: Study, seed: int, baseline: Baseline) -> dict:
     """The original's run on one seed; that of the baseline's substitute, marked as such, where there is none yet."""
     is_known = seed in baseline.run_seeds or study.has_run(Recipe(), seed)
-    if is_known or not _is_sound(study, baseline):
-        return study.run(Recipe(), seed)
-    assert baseline.substitute is not None, "it is sound"
-    run = study.run(baseline.substitute.recipe, seed)
-    if "failed" not in run:
-        return run | {SUBSTITUTED: str(baseline.substitute.recipe)}
-    baseline.substitute = None
+    if not is_known and (substitute := _sound_substitute(study, baseline)):
+        run = study.run(substitute.recipe, seed)
+        if "failed" not in run:
+            return run | {SUBSTITUTED: str(substitute.recipe)}
+        baseline.substitute = None
     return study.run(Recipe(), seed)
 
 
-def _is_sound(study: Study, baseline: Baseline) -> bool:
-    """Whether the baseline's substitute ends as well as the original on the first seed, and holds the target there.
+def _sound_substitute(study: Study, baseline: Baseline) -> Substitute | None:
+    """The baseline's substitute, if it ends as well as the original on the first seed, and holds the target there.
 
     Within the margin; where it claims the same bits on the CPU, at every evaluation the same. One that is not sound is
     dropped.
     """
     substitute = baseline.substitute
     if substitute is None or not baseline.runs:
-        return False
+        return None
     run, original = study.run(substitute.recipe, baseline.run_seeds[0]), baseline.runs[0]
     if "failed" in run or (misses_target(run) and not misses_target(original)):
         baseline.substitute = None
-        return False
+        return None
     worse = (original["metric"] - run["metric"]) * (1 if baseline.higher_is_better else -1)
     claims_same_bits = study.device == "cpu" and loosest_exactness(substitute.recipe) is Exactness.BIT_EXACT
     if worse > baseline.margin or (claims_same_bits and _metrics(run) != _metrics(original)):
         baseline.substitute = None
-    return baseline.substitute is not None
+    return baseline.substitute
 
 
 def _judge(attempt: Confirmation, baseline: Baseline) -> None:
@@ -348,23 +355,7 @@ def _judge(attempt: Confirmation, baseline: Baseline) -> None:
     """
     if not attempt.paired:
         return
-    original = attempt.baseline_runs | {
-        seed: run for seed, run in baseline.by_seed.items() if seed not in attempt.baseline_runs
-    }
-    before, after = gate.final_metrics(original, attempt.tuned_runs, baseline.margin, baseline.higher_is_better)
-    result = attempt.gate = gate.quality_gate(
-        {seed: before[seed] for seed in attempt.baseline_runs},
-        after,
-        margin=baseline.margin,
-        higher_is_better=baseline.higher_is_better,
-        more_baseline=[before[seed] for seed in original if seed not in attempt.baseline_runs],
-        confidence=attempt.confidence,
-    )
-    substitutes = [run[SUBSTITUTED] for seed in attempt.paired if SUBSTITUTED in (run := attempt.baseline_runs[seed])]
-    if substitutes:
-        how = f"{substitutes[0]}, exact on this task, trained in place of the original"
-        result = attempt.gate = replace(result, why=f"{result.why}; on {len(substitutes)} of these seeds {how}")
-    result = attempt.gate = _judge_misses(attempt, result, baseline)
+    result = attempt.gate = _judge_misses(attempt, _ask_gate(attempt, baseline), baseline)
     attempt.why = result.why
     if len(attempt.paired) < 2:
         return
@@ -378,6 +369,25 @@ def _judge(attempt: Confirmation, baseline: Baseline) -> None:
         attempt.why += f"; the blocks promised {block_speedup.median:.2f}x, the measured runs show less and count"
     if result.passed and not attempt.passed:
         attempt.why = f"as good, but {'not' if slow else 'not surely'} faster: {gain}; {attempt.why}"
+
+
+def _ask_gate(attempt: Confirmation, baseline: Baseline) -> NonInferiorityResult:
+    """What the gate says of the runs of an attempt, and where a substitute has made some of them."""
+    original = baseline.by_seed | attempt.baseline_runs
+    before, after = gate.final_metrics(original, attempt.tuned_runs, baseline.margin, baseline.higher_is_better)
+    result = gate.quality_gate(
+        {seed: before[seed] for seed in attempt.baseline_runs},
+        after,
+        margin=baseline.margin,
+        higher_is_better=baseline.higher_is_better,
+        more_baseline=[before[seed] for seed in original if seed not in attempt.baseline_runs],
+        confidence=attempt.confidence,
+    )
+    substitutes = [run[SUBSTITUTED] for seed in attempt.paired if SUBSTITUTED in (run := attempt.baseline_runs[seed])]
+    if not substitutes:
+        return result
+    how = f"{substitutes[0]}, exact on this task, trained in place of the original"
+    return replace(result, why=f"{result.why}; on {len(substitutes)} of these seeds {how}")
 
 
 def _judge_misses(attempt: Confirmation, result: NonInferiorityResult, baseline: Baseline) -> NonInferiorityResult:

@@ -22,9 +22,8 @@ class Confirmation:
 
     recipe: Recipe
     gate: NonInferiorityResult
-    speedup: Ratio | None = None  # in the time to the target; one of the next two
-    block_speedup: Ratio | None = None  # seconds per sample from the blocks, samples from the runs
-    measured_speedup: Ratio | None = None  # seconds of the runs
+    speedup: Ratio | None = None  # in the time to the target: seconds per sample from the blocks, samples from the runs
+    measured_speedup: Ratio | None = None  # the same by the seconds of the runs
     training_speedup: Ratio | None = None  # of a whole training
     uses_measured: bool = False  # ``measured_speedup`` counts, because it is clearly lower
     over_strong_baseline: Ratio | None = None
@@ -72,7 +71,7 @@ def misses_target(run: dict) -> bool:
 
 
 def compute_speedups(attempt: Confirmation) -> tuple[Ratio, Ratio]:
-    """Sets the samples, seconds and speed-ups of an attempt; (gain, block_speedup).
+    """Sets the samples, seconds and speed-ups of an attempt; (gain, speed-up by the blocks).
 
     If the measured seconds of the runs show clearly less than the model of ``time_to_target.py``, a run pays for
     something that no block shows (a first epoch that fills a cache, a late compilation, a run that ends before it is
@@ -88,7 +87,7 @@ def compute_speedups(attempt: Confirmation) -> tuple[Ratio, Ratio]:
     attempt.uses_measured = share < (AGREEMENT if surely else FAR_APART)
     if attempt.uses_measured:
         attempt.seconds["tuned"] = attempt.seconds["baseline"] / measured.median
-    attempt.block_speedup, attempt.measured_speedup = blocks, measured
+    attempt.measured_speedup = measured
     attempt.speedup = measured if attempt.uses_measured else blocks
     attempt.training_speedup = _whole_training_speedup(attempt, ends)
     if any(map(misses_target, attempt.tuned_runs.values())):  # the time to the target is unknown
@@ -116,7 +115,7 @@ def _measured(ends: Ends, has_rounding: bool = True) -> Ratio:
     """The ratio of the seconds of the runs, without those of a substitute."""
     before, after = [end for end in ends[0] if SUBSTITUTED not in end[0]], ends[1]
     a, b = ([evaluation["seconds"] for _, evaluation in arm] for arm in (before, after))
-    return mean_ratio(a, b, Counts(_counts(before), _counts(after), has_rounding))
+    return mean_ratio(a, b, Counts(_counts(before), _counts(after)).rounding() if has_rounding else (0.0, 0.0))
 
 
 def _whole_training_speedup(attempt: Confirmation, ends: Ends) -> Ratio:

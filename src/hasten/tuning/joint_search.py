@@ -156,7 +156,7 @@ def search_jointly(
     won.sort(key=lambda trial: trial.score(baseline), reverse=True)  # all are of one length
     for trial in reversed(won):  # slower and safer ones first: the confirmation falls back on them
         incumbents.push(trial.recipe)
-    return won[0].outcome.after(best) if won else best
+    return won[0].outcome if won else best
 
 
 def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseline: Baseline, best: Outcome) -> Outcome:
@@ -180,7 +180,7 @@ def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseli
         note_outcome(study, str(recipe), outcome, best)
         if outcome.verdict == "kept":
             incumbents.push(recipe)
-            best = outcome.after(best)
+            best = outcome
         if is_last:
             return best
         if outcome.verdict != "kept":

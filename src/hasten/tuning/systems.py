@@ -38,7 +38,8 @@ MIN_GAIN = 1.02  # a smaller gain in the time of the training is none
 ROUNDS, MANY_ROUNDS = (3, 8), (3, 16)  # pairs of processes in a comparison that is reported, and in a longer one
 PROBABLE = 0.65  # of the half width of an interval of 95 %: the median is then above 1 with a certainty of 90 %
 PROMISING_GAIN, LONGER = 1.05, 3  # a comparison that is unsure with this median is repeated for so many times as long
-LONGER_COMPARISON: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "salt": "longer"}
+SEVERAL_ROUNDS: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS}  # of a comparison that is reported
+LONGER_COMPARISON: Any = {**SEVERAL_ROUNDS, "salt": "longer"}
 MAX_LOSSES = 2  # presets in a row that lost, after which a method is given up: they grow bolder
 MAX_FALLBACKS = 3  # recipes to confirm, if the best ones fail
 MAX_SLOWDOWN, MAX_OTHERS_PERCENT = 1.5, 10.0  # of the first recipe beside other programs; their share of processors
@@ -183,17 +184,10 @@ def _try_recipe(
         if not check.get("passed"):
             return note(*check_verdict(check))
     outcome = study.compare_speed(base, recipe, seconds=seconds)
+    if is_disturbed(outcome) or may_be_settled_by_more(study, outcome, LONGER * seconds):
+        how = LONGER_COMPARISON | ({"salt": after_others(study)} if is_disturbed(outcome) else {})
+        outcome = compare_again(study, base, recipe, outcome, **how, seconds=LONGER * seconds)
     spent += outcome["trial_seconds"]
-    if may_be_settled_by_more(study, outcome, LONGER * seconds) or is_disturbed(outcome):
-        ratio, again = outcome["ratio"], dict(LONGER_COMPARISON)
-        if is_disturbed(outcome):  # a search that continues, perhaps on an idle machine, measures it anew
-            again["salt"] = f"after one beside others, in {study.budget.total:.0f} s"
-        try:
-            outcome = study.compare_speed(base, recipe, seconds=LONGER * seconds, **again)
-        except OutOfBudgetError:
-            note(outcome["verdict"], f"{outcome['why']}; the budget ended before more was measured")
-            raise
-        spent += outcome["trial_seconds"]
     if "failed" in outcome:
         return note(failure_verdict(outcome["failed"]), outcome["failed"])
     ratio = outcome["ratio"]
@@ -265,16 +259,7 @@ def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float
     spent = check["trial_seconds"]
     if not check.get("passed"):
         return study.note(str(recipe), "confirmation", *check_verdict(check), seconds=spent)
-    how: Any = {"looks": SPEED_LOOKS, "rounds": ROUNDS, "seconds": seconds}
-    outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
-    longer = _longer_comparison(outcome, samples, seconds, is_last)
-    to_start = sum(outcome.get("start_seconds", {}).values())
-    if longer > outcome.get("seconds", 0.0) and longer + to_start < study.budget.left():
-        how |= {"seconds": longer, "rounds": MANY_ROUNDS}
-        outcome = _measured_again(study, recipe, outcome, how, f"confirmation of {longer:.0f} s")
-    elif is_disturbed(outcome):  # a search that continues, perhaps on an idle machine, measures it anew
-        salt = f"confirmation after one beside others, in {study.budget.total:.0f} s"
-        outcome = _measured_again(study, recipe, outcome, how, salt)
+    outcome = _compare_with_task(study, recipe, samples, seconds, is_last)
     spent, ratio, why = spent + outcome["trial_seconds"], outcome.get("ratio"), check["why"]
     if failed := outcome.get("failed"):
         return study.note(str(recipe), "confirmation", failure_verdict(failed), failed, seconds=spent)
@@ -298,13 +283,33 @@ def _confirm_recipe(study: Study, recipe: Recipe, samples: float, seconds: float
     return Finding(recipe, level, speedup, why, to_prove=to_prove, comparison=outcome)
 
 
-def _measured_again(study: Study, recipe: Recipe, outcome: dict[str, Any], how: Any, salt: str) -> dict[str, Any]:
-    """A further comparison of a recipe with the task; ``outcome``, if it fails or the budget ends before it is done.
+def _compare_with_task(study: Study, recipe: Recipe, samples: float, seconds: float, is_last: bool) -> dict[str, Any]:
+    """A comparison to report; for longer if that may settle it, or once more if other programs have disturbed it."""
+    how: Any = {**SEVERAL_ROUNDS, "seconds": seconds}
+    outcome = study.compare_speed(Recipe(), recipe, **how, salt="confirmation")
+    longer = _longer_comparison(outcome, samples, seconds, is_last)
+    to_start = sum(outcome.get("start_seconds", {}).values())
+    if longer > outcome.get("seconds", 0.0) and longer + to_start < study.budget.left():
+        how |= {"seconds": longer, "rounds": MANY_ROUNDS, "salt": f"confirmation of {longer:.0f} s"}
+    elif is_disturbed(outcome):
+        how["salt"] = f"confirmation {after_others(study)}"
+    else:
+        return outcome
+    return compare_again(study, Recipe(), recipe, outcome, **how)
 
-    ``trial_seconds`` are those of both.
+
+def after_others(study: Study) -> str:
+    """Salt of a comparison after a disturbed one: a search that continues, perhaps on an idle machine, repeats it."""
+    return f"after one beside others, in {study.budget.total:.0f} s"
+
+
+def compare_again(study: Study, a: Recipe, b: Recipe, outcome: dict[str, Any], **how: Any) -> dict[str, Any]:
+    """A further comparison of two recipes; ``outcome``, the first one, if it fails or the budget ends in it.
+
+    ``trial_seconds`` are those of both. ``how``: arguments of ``Study.compare_speed``.
     """
     with suppress(OutOfBudgetError):
-        again = study.compare_speed(Recipe(), recipe, **how, salt=salt)
+        again = study.compare_speed(a, b, **how)
         seconds = outcome["trial_seconds"] + again["trial_seconds"]
         return {**(outcome if "failed" in again else again), "trial_seconds": seconds}
     return outcome

@@ -27,15 +27,17 @@ class Counts:
     Attributes:
         baseline: (samples until the evaluation that counts, samples since the evaluation before it), a row a run.
         tuned: The same of the other arm.
-        has_rounding: Whether the distance of two evaluations adds to the spread of the runs.
     """
 
     baseline: list[tuple[int, int]]
     tuned: list[tuple[int, int]]
-    has_rounding: bool = True
 
     def to_json(self) -> dict[str, Any]:
         return {"baseline": self.baseline, "tuned": self.tuned}
+
+    def rounding(self) -> tuple[float, float]:
+        """Of both arms, see ``_rounding``."""
+        return _rounding(self.baseline), _rounding(self.tuned)
 
 
 def time_to_target(comparison: dict, counts: Counts) -> tuple[Ratio, float, float]:
@@ -54,23 +56,25 @@ def time_to_target(comparison: dict, counts: Counts) -> tuple[Ratio, float, floa
     times_a = [start["a"] + samples * a for samples, _ in counts.baseline]
     times_b = [start["b"] + samples * b for samples, _ in counts.tuned]
     half_width = (math.log(ratio["high"]) - math.log(ratio["low"])) / 2
-    return mean_ratio(times_a, times_b, counts, half_width), geometric_mean(times_a), geometric_mean(times_b)
+    ratio = mean_ratio(times_a, times_b, counts.rounding(), half_width)
+    return ratio, geometric_mean(times_a), geometric_mean(times_b)
 
 
-def mean_ratio(a: Sequence[float], b: Sequence[float], counts: Counts, half_width: float = 0.0) -> Ratio:
+def mean_ratio(
+    a: Sequence[float], b: Sequence[float], rounding: tuple[float, float] = (0.0, 0.0), half_width: float = 0.0
+) -> Ratio:
     """The ratio of the geometric mean times of two arms, one time a run, with its 95 % interval.
 
     Welch's t of the logs. The metric is evaluated now and then, so that each count is rounded up to the next
     evaluation: three equal counts leave 0.7 of the distance of two evaluations in doubt, more counts less.
-    ``half_width`` is that of the interval of an independent error of the logarithm, which is added.
+    ``rounding``: see ``Counts.rounding``. ``half_width`` is that of the interval of an independent error of the
+    logarithm, which is added.
     """
     logs_a, logs_b = ([math.log(seconds) for seconds in arm] for arm in (a, b))
     center, of_seeds = fmean(logs_a) - fmean(logs_b), 0.0
     if min(len(logs_a), len(logs_b)) > 1:
-        variances = [
-            max(stdev(logs), _rounding(rows) if counts.has_rounding else 0.0) ** 2 / len(logs)
-            for logs, rows in ((logs_a, counts.baseline), (logs_b, counts.tuned))
-        ]
+        arms = zip((logs_a, logs_b), rounding, strict=True)
+        variances = [max(stdev(logs), least) ** 2 / len(logs) for logs, least in arms]
         variance = sum(variances)
         shares = [part**2 / (len(logs) - 1) for part, logs in zip(variances, (logs_a, logs_b), strict=True)]
         degrees = variance**2 / sum(shares) if variance else 1.0

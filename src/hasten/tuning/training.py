@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
-from statistics import fmean, median, stdev
+from statistics import fmean, median, median_high, stdev
 from typing import Any
 
 from hasten.benchmarking.ratio import FASTER
@@ -84,8 +84,7 @@ class Baseline:
 
     def samples_to_target(self) -> float:
         """Median over the seeds of the training samples until the target."""
-        samples = sorted(run["samples_to_target"] or run["samples"] for run in self.runs)
-        return samples[len(samples) // 2]
+        return median_high(run["samples_to_target"] or run["samples"] for run in self.runs)
 
     def nearly_reaches_target(self, metric: float) -> bool:
         """Whether a final metric is worse than the target by no more than the margin."""
@@ -165,11 +164,6 @@ class Outcome:
         error = stdev(run["metric"] for run in baseline.runs) * math.sqrt(2 / both)
         return gain is not None and gain >= NEARLY_AS_FAST and better >= baseline.margin + error > 0
 
-    def after(self, best: Outcome) -> Outcome:
-        """This outcome as the new best. Remembers the fastest one, so that small losses of time do not add up."""
-        fastest = best.fastest or best
-        return self if (self.gain_over(fastest) or 1.0) >= 1.0 else replace(self, fastest=fastest)
-
     @staticmethod
     def of(runs: list[dict], baseline: Baseline, best: Outcome, same_steps: bool = False) -> Outcome:
         """Judges a recipe by its runs so far, on one seed each; all but the last have been found good enough.
@@ -201,8 +195,9 @@ class Outcome:
         if gain is not None and gain < MIN_GAIN and not accepted.ends_better(best, baseline):
             seconds, best_seconds, what = accepted.times(best)
             return outcome("no gain", f"{what} in {seconds:.2f} s; the best so far takes {best_seconds:.2f} s")
-        seconds = accepted.whole_seconds()
-        return outcome("kept", f"trained in {seconds:.2f} s and ended at {fmean(metrics):.4g}, over {len(runs)} seeds")
+        why = f"trained in {accepted.whole_seconds():.2f} s and ended at {fmean(metrics):.4g}, over {len(runs)} seeds"
+        fastest = best.fastest or best  # is remembered, so that small losses of time do not add up
+        return replace(accepted, why=why, fastest=None if (accepted.gain_over(fastest) or 1.0) >= 1.0 else fastest)
 
 
 def seconds_of(run: dict) -> float:
@@ -242,7 +237,7 @@ def try_training_composition(
         note_outcome(study, str(recipe), outcome, best)
         if outcome.verdict == "kept":
             incumbents.push(merged)
-            best = outcome.after(best)
+            best = outcome
     return best
 
 
@@ -292,13 +287,12 @@ def first_outcome(baseline: Baseline, speedup: float = 1.0) -> Outcome:
 
 
 def search_training(
-    study: Study, incumbents: Incumbents, candidates: list[Candidate], baseline: Baseline, best: Outcome | None = None
+    study: Study, incumbents: Incumbents, candidates: list[Candidate], baseline: Baseline, best: Outcome
 ) -> Outcome:
     """Tries one method after the other by trainings, mildest preset first, and pushes the recipes that win.
 
     ``best`` is the outcome of the best recipe so far; returns that of the new best.
     """
-    best = best or first_outcome(baseline)
     for item in candidates:
         base, losses, is_checked = incumbents.best, 0, False
         seen = [_curve(best.runs[0])] if item.name in base.methods else []
@@ -320,7 +314,7 @@ def search_training(
             note_outcome(study, text, outcome, best)
             if outcome.verdict == "kept":
                 incumbents.push(recipe)
-                best, losses = outcome.after(best), 0
+                best, losses = outcome, 0
             elif outcome.verdict == "no effect" or (losses := losses + 1) == MAX_LOSSES:
                 break
     return best

@@ -67,7 +67,7 @@ def find_training(study: Study, state: SearchState) -> None:
 
     By whole trainings or, if those do not fit into the budget, by shorter ones (``study.horizon``).
     """
-    budget, candidates, samples = study.budget, state.candidates, state.samples
+    budget, candidates = study.budget, state.candidates
     items = [*candidates.communication, *candidates.training]
     exact = finding.recommended(state.findings, PRECISION)
     study.horizon = _horizon(study, state, items, exact.speedup.median if exact else 1.0)
@@ -91,35 +91,48 @@ def find_training(study: Study, state: SearchState) -> None:
     first = first_outcome(baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds
     confirmation += 2 * (state.comparison_seconds + seconds_to_build(state.plan))
-    joint, others = split_joint(items)
     with budget.reserve(confirmation), budget.part(TRAINING_SHARE), _keep_unconfirmed(study, state, baseline):
-        recipes = [recipe for recipe in experience_of(study, state) if not is_exact(recipe)][:MAX_COMPOSITIONS]
-        if not candidates.is_restricted:
-            facts = frozenset(state.diagnosis.get("facts") or ())
-            epoch = state.plan["samples_per_epoch"] or float("inf")
-            recipes += largest_batch_compositions(study, state.incumbents.best, items, facts, epoch)
-        best = first
-
-        def shortened(found: Outcome) -> Outcome:
-            return best if found is best else shorten(study, state.incumbents, joint, baseline, found)
-
-        for recipe in recipes:  # each is compared at the shortest length with which those before it end well
-            best = shortened(try_training_composition(study, state.incumbents, best, recipe, baseline))
-        if Space(joint).shortens(best, baseline):
-            best = shortened(search_jointly(study, state.incumbents, joint, baseline, best))
-        else:
-            others = [*(item for item in joint if not has_length(item)), *others]
-        best = shortened(search_training(study, state.incumbents, others, baseline, best))
-        state.contributions = leave_one_out(study, state.incumbents, samples, baseline)
-        state.ablated = state.incumbents.best
+        _search(study, state, items, baseline, first)
     state.save()
     if budget.exhausted:
         note_not_tried(study, "training", items)
+    _confirm_found(study, state, items, baseline, is_whole)
+
+
+def _search(study: Study, state: SearchState, items: list, baseline: Baseline, best: Outcome) -> None:
+    """Searches by trainings, in ``state``: compositions, the options of the schedule together, then single methods.
+
+    ``items`` are the candidates, ``best`` is the outcome to beat.
+    """
+    joint, others = split_joint(items)
+    recipes = [recipe for recipe in experience_of(study, state) if not is_exact(recipe)][:MAX_COMPOSITIONS]
+    if not state.candidates.is_restricted:
+        facts = frozenset(state.diagnosis.get("facts") or ())
+        epoch = state.plan["samples_per_epoch"] or float("inf")
+        recipes += largest_batch_compositions(study, state.incumbents.best, items, facts, epoch)
+
+    def shortened(found: Outcome) -> Outcome:
+        return best if found is best else shorten(study, state.incumbents, joint, baseline, found)
+
+    for recipe in recipes:  # each is compared at the shortest length with which those before it end well
+        best = shortened(try_training_composition(study, state.incumbents, best, recipe, baseline))
+    if Space(joint).shortens(best, baseline):
+        best = shortened(search_jointly(study, state.incumbents, joint, baseline, best))
+    else:
+        others = [*(item for item in joint if not has_length(item)), *others]
+    best = shortened(search_training(study, state.incumbents, others, baseline, best))
+    state.contributions = leave_one_out(study, state.incumbents, state.samples, baseline)
+    state.ablated = state.incumbents.best
+
+
+def _confirm_found(study: Study, state: SearchState, items: list, baseline: Baseline, is_whole: bool) -> None:
+    """Confirms what the search has found: recipes faster than every proven one that were not confirmed before."""
     recipes, proven = state.incumbents.recipes, [found.recipe for found in state.findings if found.evidence == PROVEN]
     first_faster = 1 + max((index for index, recipe in enumerate(recipes) if recipe in proven), default=-1)
     recipes = recipes[first_faster:]
     known = [*state.tested, *(found.recipe for found in state.findings)]
     recipes = [recipe for recipe in recipes if quality_risks(recipe) and recipe not in known]
+    joint, _ = split_joint(items)
     longer = add_lengthened(recipes, joint, baseline, lambda recipe: _metrics(study, recipe, baseline))
     recipes = [recipe for recipe in recipes if recipe not in known]
     _confirm(study, state, baseline, recipes, is_whole, _easiest_to_prove(study, recipes, longer, baseline))
@@ -270,10 +283,7 @@ def _confirm(
     is_whole: bool,
     first: Sequence[Recipe] = (),
 ) -> None:
-    """Confirms the best recipes, in ``state``; compares a new winner with one process and with the strong baseline.
-
-    Also measures the contributions of the winner's methods. ``first``: as for ``confirm``.
-    """
+    """Confirms the best recipes, in ``state``, and measures a new winner. ``first``: as for ``confirm``."""
     budget, seconds = study.budget, state.comparison_seconds
     tested, findings, before = list(state.tested), list(state.findings), state.winner
     baseline.substitute = _substitute(findings) if is_whole else None
@@ -298,9 +308,13 @@ def _confirm(
         rest = PROFILE_SECONDS + bool(state.strong_baseline) * seconds
         with budget.reserve((study.processes > 1) * seconds):  # a comparison with one process may change the verdict
             take(confirm(study, recipes, baseline, seconds, tested, take, first, rest))
-    winner = state.winner
-    if winner is None or winner is before:
-        return
+    if state.winner is not None and state.winner is not before:
+        _measure_winner(study, state, baseline, state.winner)
+
+
+def _measure_winner(study: Study, state: SearchState, baseline: Baseline, winner: Confirmation) -> None:
+    """Compares a new winner with one process and the strong baseline; measures its steps and its methods' shares."""
+    budget, seconds = study.budget, state.comparison_seconds
     if study.processes > 1 and drop_distributed(winner.recipe):
         with budget.part(1.0):
             samples = fmean(count for count, _ in winner.counts.tuned) if winner.counts else 0.0
