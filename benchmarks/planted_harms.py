@@ -180,7 +180,7 @@ def real_searches(count: int) -> tuple[int, int]:
     for seed in range(count):
         where = {"out": f"runs/planted-harms-{seed}", "seed": seed, "device": "cpu"}
         result = tune(f"{file}:slow_digits", budget=REAL_BUDGET, margin=REAL_MARGIN, methods=[method], **where)
-        judged += any(trial["stage"] == "confirmation" for trial in result["trials"])
+        judged += bool(result["confirmed_recipes"])
         accepted += bool(result["recipe"])
         print_progress(f"real search {seed + 1} of {count}: {result['verdict']}: {result['why']}")
     return judged, accepted

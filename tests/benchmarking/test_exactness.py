@@ -101,18 +101,6 @@ class NeedsMemory(Plain):
             return forward(batch)
         return hungry
 
-class Replays(Plain):
-    """Like a captured CUDA graph: what reads values back in the step makes it fail."""
-    card = Card(
-        summary="a method to check", exactness=Exactness.EQUIVALENT_MATH, invalidates={"python_between_kernels"}
-    )
-    def forward(self, forward, run):
-        def captured(batch):
-            if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
-                raise RunError("cuda_graph cannot record the step")
-            return forward(batch)
-        return captured
-
 class HalfTheSteps(Plain):
     def plan(self, plan, run):
         return replace(plan, epochs=plan.epochs / 2)
@@ -433,10 +421,9 @@ def check_noisy_fixture(tmp_path_factory):
     (directory / "noisy_task.py").write_text(NOISY_TASK)
     task = import_file(directory / "noisy_task.py").task
 
-    def check(name: str, base: str = "", exactness: Exactness = Exactness.BIT_EXACT):
-        recipes = [one and (one if one.islower() else f"{directory}/methods.py:{one}") for one in (base, name)]
-        candidate = " + ".join(filter(None, recipes))
-        return check_exactness(task(), Recipe.coerce(recipes[0]), Recipe.coerce(candidate), exactness, device="cpu")
+    def check(name: str, exactness: Exactness = Exactness.BIT_EXACT):
+        candidate = name if name.islower() else f"{directory}/methods.py:{name}"
+        return check_exactness(task(), Recipe(), Recipe.coerce(candidate), exactness, device="cpu")
 
     return check
 
@@ -457,11 +444,6 @@ def test_method_of_the_same_formula_on_a_model_that_does_not_repeat_itself_is_ju
     result = check_noisy(name, exactness=Exactness.EQUIVALENT_MATH)
     assert result.passed is passes and result.statistics, result.why
     assert "this model does not repeat itself: in float64" in result.why
-
-
-def test_operation_is_named_also_where_the_base_replays_a_recorded_step(check_noisy):
-    result = check_noisy("in_memory_batches", base="Replays")
-    assert result.passed and "deterministic implementation of put_" in result.why, result.why
 
 
 @pytest.mark.parametrize("name", ["DropsLabels", "DividesTheRate", "Rounds"])

@@ -25,7 +25,7 @@ from hasten.tuning.systems import Incumbents
 from hasten.tuning.training import first_outcome
 from hasten.tuning.training_stage import run_baseline
 from hasten.tuning.trial_store import TrialStore
-from hasten.tuning.tune import search_directory
+from hasten.tuning.tune import search_directory, tune
 
 SCRIPTS = Path(__file__).with_name("scripts")
 KNOWN = {"arguments": {"epochs": 12, "lr": 0.01, "data": "made", "dropout": 0.0}, "total_steps": 9, "metric": {}}
@@ -39,6 +39,12 @@ def script(*arguments: str, vary: tuple[str, ...] = ()) -> ScriptRef:
 
 def hasten(*argv: str, directory: Path = SCRIPTS) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "hasten", *argv], cwd=directory, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("evidence", ["exact", "precision"])
+def test_varied_arguments_are_refused_where_no_method_may_change_the_training(evidence):
+    with pytest.raises(ConfigurationError, match="leave out --vary"):
+        tune(script(vary=("lr",)), evidence=evidence)
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,22 @@ def test_comparison_beside_other_programs_is_repeated_and_its_trial_mentions_the
     assert ("3.0 times slower than before" in study.trials[-1]["why"]) == is_mentioned
 
 
+class BudgetOfOneComparison(Planted):
+    """Ends in the repetition of a comparison."""
+
+    def compare_speed(self, a, b, *, salt="", **how):
+        if salt:
+            raise OutOfBudgetError
+        return super().compare_speed(a, b, salt=salt, **how)
+
+
+def test_faster_recipe_is_kept_though_the_budget_ends_in_its_repetition():
+    study, incumbents = BudgetOfOneComparison(faster={"fused_optimizer": 3.0}, disturbances=[3.0]), Incumbents()
+    search_systems(study, incumbents, [candidate("fused_optimizer")], SAMPLES, 5.0)
+    assert incumbents.best == Recipe.parse("fused_optimizer")
+    assert "the budget ended before more was measured" in study.trials[-1]["why"]
+
+
 def test_recipe_that_turns_out_slower_gives_way_to_the_one_before_it():
     good, bad = Recipe.parse("fused_optimizer"), Recipe.parse(["fused_optimizer", threads(2)])
     study = Planted(faster={"fused_optimizer": 1.5, threads(2): 0.5})

@@ -54,7 +54,7 @@ class Series:
 
     Attributes:
         name: Its name, with the word for the held-out data: "valid loss", "test accuracy", "eval_f1".
-        seconds: When each value was logged, or at the latest printed, in seconds from ``import torch``.
+        seconds: When each value was logged, or at the latest printed, in seconds from the command's start.
         values: The values; a percentage and a fraction a/b are between 0 and 1.
         resolution: The smallest step between two values that the printed digits can show; 0 for a full float.
         phase: "validation", "test", "train", "evaluation" (the model was in evaluation mode), or "".

@@ -91,6 +91,7 @@ class ScriptProcess:
             self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self.listener.bind(str(self.directory / SOCKET))
             self.listener.listen(1)
+            self.server = clean_server()
             how = (self.methods, self.device, self.seed, self.sites)
             write_spec(self.directory, script, *how, mode="trial", steps=self.steps)
             argv, environment = script.argv_under(self.methods), injected(script.environment, self.directory)
@@ -99,7 +100,6 @@ class ScriptProcess:
             environment["MPLBACKEND"] = "Agg"  # plt.show() in a window would wait until it is closed
             self.hidden = set(hidden_checkpoints(script))  # another run may find more of them meanwhile
             command = {"argv": box.wrap(argv, sorted(self.hidden)), "environment": box.environment(environment)}
-            self.server = clean_server()
             output = str(self.directory / "output")
             self.pid = self.server.execute(script.directory, **command, output=output, timeout=left)
             self.groups.add(self.pid)
@@ -341,10 +341,11 @@ def write_spec(
     mode: str,
     steps: int | None = None,
 ) -> None:
-    """Writes SPEC, which ``hosts.inside.session`` reads, into ``directory``. The arguments are those of
-    ``ScriptProcess``; ``mode`` is "trial", or "train" for ``hasten train``.
+    """Writes SPEC, which ``hosts.inside.session`` reads, into ``directory``, just before the command begins. The
+    arguments are those of ``ScriptProcess``; ``mode`` is "trial", or "train" for ``hasten train``.
     """
     spec = {
+        "began": time.perf_counter(),  # one clock for all processes of a machine
         "name": Path(script.file).name if script.file else script.name,
         "file": script.file,
         "directory": script.directory,

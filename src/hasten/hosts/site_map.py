@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import hasten
 from hasten.core.errors import ConfigurationError
+from hasten.engine.registry import comes_with_hasten
 
 if TYPE_CHECKING:
     from hasten.core.recipe import Recipe
@@ -97,10 +98,14 @@ def write(directory: Path, script: ScriptRef, recipe: Recipe) -> None:
 
 
 def is_checked(recipe: Recipe, sites: Mapping[str, Any] | None, script: ScriptRef) -> bool:
-    """Whether the search has checked just this recipe, for this code, in this environment, on a device that is here."""
+    """Whether the search has checked just this recipe, in this environment, on a device that is here.
+
+    The code may have changed since, and the arguments, unless a method of the recipe is the user's own.
+    """
     if sites is None or ((sites["device"] or "").startswith("cuda") and not _has_gpu()):
         return False
-    return sites["checked"] == _checked(recipe) and sites["fingerprint"] == script.fingerprint()
+    is_unchanged = all(map(comes_with_hasten, recipe.methods)) or sites["fingerprint"] == script.fingerprint()
+    return is_unchanged and sites["checked"] == _checked(recipe)
 
 
 def _checked(recipe: Recipe) -> list[str]:

@@ -156,7 +156,7 @@ def run_to_end(trial: ScriptWorker, target: float | None = None, time_limit: flo
         trial: The script, its methods, device, seed and deadline.
         target: Value of the metric that the run must have reached at ``time_limit``.
         time_limit: Seconds after which a run without the target is pruned; it has no metric if it has measured none by
-            then. They begin when the script has imported torch, as those of the evaluations do. None: no limit.
+            then. They begin with the command, as those of the evaluations do. None: no limit.
 
     Raises:
         RunError: A run that was not pruned has no metric, or the script failed under the methods.
@@ -186,7 +186,8 @@ def run_to_end(trial: ScriptWorker, target: float | None = None, time_limit: flo
     for at, value in zip(found.seconds, found.values, strict=True) if found else ():
         index = bisect_right(times, at) - 1
         # without a mark, as of a model that stays in training mode, the steps are taken as equally long
-        step = marks[index][1] if index >= 0 else round(answer["steps"] * min(1.0, at / described["seconds"]))
+        done = (at - described["imported"]) / (described["seconds"] - described["imported"])
+        step = marks[index][1] if index >= 0 else round(answer["steps"] * min(1.0, max(0.0, done)))
         metric = value if math.isfinite(value) else None
         rows.append({"step": step, "samples": step * per_step, "seconds": at, "metric": metric})
     if found and rows and rows[-1]["metric"] is None and not pruned:

@@ -22,7 +22,7 @@ class Confirmation:
 
     recipe: Recipe
     gate: NonInferiorityResult
-    speedup: Ratio | None = None  # in the time to the target: seconds per sample from the blocks, samples from the runs
+    speedup: Ratio | None = None  # to the target, by blocks (seconds) and runs (samples); or one of the next two
     measured_speedup: Ratio | None = None  # the same by the seconds of the runs
     training_speedup: Ratio | None = None  # of a whole training
     uses_measured: bool = False  # ``measured_speedup`` counts, because it is clearly lower

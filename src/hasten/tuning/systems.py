@@ -295,7 +295,8 @@ def _compare_with_task(study: Study, recipe: Recipe, samples: float, seconds: fl
         how["salt"] = f"confirmation {after_others(study)}"
     else:
         return outcome
-    return compare_again(study, Recipe(), recipe, outcome, **how)
+    again = compare_again(study, Recipe(), recipe, outcome, **how)
+    return {**outcome, "trial_seconds": again["trial_seconds"]} if "failed" in again else again
 
 
 def after_others(study: Study) -> str:
@@ -304,15 +305,15 @@ def after_others(study: Study) -> str:
 
 
 def compare_again(study: Study, a: Recipe, b: Recipe, outcome: dict[str, Any], **how: Any) -> dict[str, Any]:
-    """A further comparison of two recipes; ``outcome``, the first one, if it fails or the budget ends in it.
+    """A further comparison of two recipes; ``outcome``, the first one, if the budget ends in it.
 
     ``trial_seconds`` are those of both. ``how``: arguments of ``Study.compare_speed``.
     """
     with suppress(OutOfBudgetError):
         again = study.compare_speed(a, b, **how)
         seconds = outcome["trial_seconds"] + again["trial_seconds"]
-        return {**(outcome if "failed" in again else again), "trial_seconds": seconds}
-    return outcome
+        return {**again, "trial_seconds": seconds}
+    return {**outcome, "why": f"{outcome['why']}; the budget ended before more was measured"}
 
 
 def _longer_comparison(outcome: dict[str, Any], samples: float, seconds: float, is_last: bool) -> float:

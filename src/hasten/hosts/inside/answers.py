@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 def describe(session: Session) -> dict[str, Any]:
-    """What was found so far: sites, steps, evaluations, and facts. Times are in seconds from ``import torch``."""
+    """What was found so far: sites, steps, evaluations, and facts. Times are in seconds from the command's start."""
     models, loop, composition = session.models, session.loop, session.composition
     loaders = session.loaders.training_loaders()
     return {
         "sites": session.sites.records,
         "steps": session.steps.count,
         "seconds": time.perf_counter() - session.began,
+        "imported": session.imported - session.began,
         "compile_seconds": compile_seconds(),
         "cached_compile_seconds": cached_compile_seconds(),
         "marks": [(at - session.began, *rest) for at, *rest in models.marks],

@@ -62,7 +62,8 @@ class Session:
         self.is_real = spec["mode"] == "train"  # a training for real, no trial
         copy: str = os.environ.get(COPY) or spec["directory"]
         self.sites, self.phases = Sites(copy), PhaseTimer(torch.device(spec["device"]))
-        self.began, self.logged = time.perf_counter(), list[tuple[float, str, float, bool]]()
+        self.began, self.imported = spec["began"], time.perf_counter()  # the command, and torch by its script
+        self.logged = list[tuple[float, str, float, bool]]()
         self.connection: Any = None
         self.block: TrainingBlock | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
