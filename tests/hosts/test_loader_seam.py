@@ -134,6 +134,16 @@ def test_backward_pass_after_an_evaluation_is_not_that_of_its_loader(under):
     assert seam.on_backward() is None
 
 
+def test_loaders_that_each_step_reads_are_all_for_training(under):
+    seam = under("in_memory_batches", roles={})
+    labeled, unlabeled, looked_at = (DataLoader(Shifted(), batch_size=4) for _ in range(3))
+    next(iter(looked_at))
+    for _ in zip(islice(labeled, 2), unlabeled, strict=False):
+        seam.on_backward()
+    roles = {id(loader): seam.sites.of(loader)["role"] for loader in (labeled, unlabeled, looked_at)}
+    assert list(roles.values()) == ["training", "training", "evaluation"]
+
+
 def test_batches_that_are_read_ahead_are_trained_on_by_as_many_backward_passes(under):
     """As accelerate and the Trainer of Transformers read them; a second pass over a batch is none of another one."""
     seam = under("in_memory_batches", roles={})

@@ -57,6 +57,40 @@ def test_output_without_a_clear_metric_asks(script):
     assert ASK[script] in found.reason
 
 
+COUNTED = {  # lines of four epochs that differ in more than the number of the epoch
+    "epoch{e}: val_loss 0.{r}": "val_loss",
+    "[Epoch{e}/4] val_loss 0.{r}": "val_loss",
+    "epoch_{e} val_loss=0.{r}": "val_loss",
+    "Epoch {e} [{e}m{s}s] val loss 0.{r}": "val loss",
+    "[{e:2d}/12] train loss 0.7 val loss 0.{r}": "val loss",
+    "step {thousands:,}: val loss 0.{r}": "val loss",
+}
+
+
+@pytest.mark.parametrize("form", COUNTED)
+def test_metric_of_each_epoch_is_read_however_the_line_counts(form):
+    epochs = [e if "12" not in form else e + 7 for e in EPOCHS]  # from one digit to two
+    lines = [form.format(e=e, r=60 - e, s=7 * e + 3, thousands=400 * e) for e in epochs]
+    found = find_metric(timed(lines, evaluating=True))
+    assert isinstance(found, Found) and found.name == COUNTED[form]
+    assert found.values == [pytest.approx((60 - e) / 100) for e in epochs]
+
+
+def test_description_of_a_progress_bar_is_no_evaluation():
+    """``bar.set_description(f"val acc {correct / total}")`` shows the mean of the batches so far."""
+    lines = []
+    for e in EPOCHS:
+        lines += [f"val acc {p}:  50%|###  | {i}/4 [00:00<00:00, 9.1it/s]" for p, i in ((1.0, 1), (0.8, 2), (0.7, 4))]
+        lines.append(f"Epoch {e} val acc: 0.7{e}")
+    found = find_metric(timed(lines, evaluating=True))
+    assert isinstance(found, Found) and found.values == [pytest.approx(0.7 + e / 100) for e in EPOCHS]
+
+
+def test_metric_with_a_unit_is_read():
+    found = find_metric(timed([f"Epoch {e} val PSNR: {30 + e / 10:.2f}dB in {e}.5s" for e in EPOCHS]))
+    assert isinstance(found, Found) and (found.name, found.direction) == ("val PSNR", "max")
+
+
 def both(training, held_out):
     return [line for e in EPOCHS for line in (training(e), held_out(e))]
 

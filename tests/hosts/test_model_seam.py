@@ -89,6 +89,31 @@ def test_marks_of_evaluations_without_output_do_not_pile_up(seam):
     assert [mark[2] for mark in seam.marks] == [0, 13, 13, 26]
 
 
+def test_each_line_that_evaluates_is_a_site(seam):
+    """A look at the shape of the output, without gradients, hides no validation that records them."""
+    line, model = ["train.py:3"], nn.Linear(3, 2)
+    seam.sites.line = lambda: line[0]
+    evaluate(seam, model)
+    line[0] = "train.py:9"
+    for _ in range(2):
+        backward(seam, model(X).sum())
+        model.eval()(X)
+        backward(seam, model.train()(X).sum())
+    found = [(site["site"], site["no_grad"]) for site in seam.sites.records["evaluations"]]
+    assert found == [("train.py:3#1", True), ("train.py:9#1", False)]
+
+
+def test_marks_of_evaluations_stay_where_their_metric_was_logged(seam):
+    """To a tracker, by a script that prints nothing."""
+    model = nn.Linear(3, 2)
+    for _ in range(3):
+        with torch.no_grad():
+            model.eval()(X)
+        seam.has_logged = True
+        backward(seam, model.train()(X).sum())
+    assert [mark[1] for mark in seam.marks] == [0, 0, 1, 1, 2, 2]
+
+
 def test_teacher_that_every_step_asks_is_part_of_the_step(seam):
     student, teacher = nn.Linear(3, 2), nn.Linear(3, 2).eval()
     for _ in range(2):

@@ -236,6 +236,14 @@ def test_method_that_leaves_the_loader_as_it_is_reports_why():
         worker.call("build")
 
 
+def test_order_of_an_endless_sampler_is_not_drawn_ahead(tmp_path):
+    text = (SCRIPTS / "tensors.py").read_text()
+    endless = "sampler=torch.utils.data.RandomSampler(x, replacement=True, num_samples=int(1e10))"
+    ref = written(tmp_path, text.replace("batch_size=32, shuffle=True", f"batch_size=32, {endless}"))
+    with arm(ref, "autotune_loader") as worker, pytest.raises(RunError, match="too long for its order to be drawn"):
+        worker.call("build")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -252,6 +260,21 @@ def test_script_that_does_not_train_is_reported_in_one_line(text, message, tmp_p
     assert message in str(error.value) and "\n" not in str(error.value)
     crashed = "training" not in message
     assert ("Traceback (most recent call last)" in capfd.readouterr().err) is crashed
+
+
+def test_command_that_hides_hasten_from_its_training_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "run.sh").write_text(f"PYTHONPATH=. {sys.executable} -c 'import time; time.sleep(60)'")
+    ref = ScriptRef.of_command(["bash", "run.sh"], directory=str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"PYTHONPATH.* sets it anew"):
+        watch_script(ref, time.monotonic() + 4)
+
+
+def test_evaluations_of_a_script_that_prints_into_a_pipe_lie_where_they_were(tmp_path):
+    (tmp_path / "run.sh").write_text(f"{sys.executable} tensors.py 3 2>&1 | tee log.txt")
+    (tmp_path / "tensors.py").write_text((SCRIPTS / "tensors.py").read_text().replace("test accuracy", "accuracy"))
+    run = ScriptTrial(ScriptRef.of_command(["bash", "run.sh"], directory=str(tmp_path))).run()
+    steps = [row["step"] for row in run["evaluations"]]
+    assert steps == [128, 256, 384]
 
 
 def test_script_that_never_trains_ends_with_the_budget(tmp_path):

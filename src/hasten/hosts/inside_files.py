@@ -6,6 +6,7 @@ SPEC = "spec.json"  # what the session shall do
 STARTED = "started"  # exists once a Python process has imported the injected file; also in inject/sitecustomize.py
 BEGUN = "begun"  # exists once a session begins in a Python process, which has imported torch
 SOCKET = "socket"  # of the parent
+OUTPUT = "output"  # what the script prints
 CLAIM = "claim"  # exists once a process trains
 CHECKED = "checked"  # exists once a process of a training for real has met all sites of its recipe
 RIVAL = "rival"  # with the id of another process that trains

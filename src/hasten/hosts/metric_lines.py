@@ -26,18 +26,24 @@ _SAMPLES += r"(?![\w/]|\s+(?:per\b|\d))"  # 10000 test images, after 10 epochs
 _ON_SAMPLES = re.compile(
     rf"\s*(?:\b(?:on|of|for|over|from|in|after|at)\s+(?:(?:the|all)\s+)*)?\b{_SAMPLES}", re.IGNORECASE
 )
+_COUNTERS = ("epoch", "ep", "step", "iter", "iteration", "episode")
+_GLUED = "|".join(rf"(?<=\b{word}{end})" for word in _COUNTERS for end in ("", "_"))  # epoch3, step_100
 _NUMBER = re.compile(
     rf"""
       (?P<time> \d{{4}}-\d\d-\d\d (?:[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?)? | \d+:\d\d(?::\d\d)?(?:[.,]\d+)? )
-    | (?<![\w.@/]) (?P<a> \d+ ) \s* / \s* (?P<b> [1-9]\d* ) (?![\w./])
-    | (?<![\w.@]) (?<!top-) (?<!acc-) (?<!hits-) (?!{_SAMPLES})  # a part of a name: Acc@1, top-5
+    | (?: (?<![\w.@/]) | {_GLUED} ) (?P<a> \d+ ) \s* / \s* (?P<b> [1-9]\d* ) (?![\w./])
+    | (?: (?<![\w.@]) | {_GLUED} ) (?<!top-) (?<!acc-) (?<!hits-) (?!{_SAMPLES})  # a part of a name: Acc@1, top-5
       (?P<number> (?:(?<![\w)\]])[-+])? (?:
-          (?<=[ :=(+-])\d{{1,3}}(?:,\d{{3}})+\.\d+(?![\d,])  # 1,365.40
+          (?<=[ :=(+-])\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?(?![\d,])  # 1,365.40
         | (?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)? | (?:nan|inf)(?!\w) ) )
-      (?!\.?\d) (?: (?P<percent>\s?%) | (?P<unit>[A-Za-z\u00b5]+(?:/[A-Za-z]+)?|/[A-Za-z]+) )?
+      (?!\.?\d)
+      (?: (?P<percent>\s?%)
+        | (?P<unit> [A-Za-z\u00b5]+ (?:\d+(?:\.\d+)?[A-Za-z]+)* (?:/[A-Za-z]+)? | /[A-Za-z]+ ) )?  # 1m23s, it/s
     """,
     re.VERBOSE | re.IGNORECASE,
 )
+UNITS_OF_METRICS = {"db", "mm", "cm", "px", "deg", "pp"}  # 31.24dB; others are those of times and speeds
+_TQDM = re.compile(r"\d+/\d+ \[\d+:\d\d")  # in the progress bar of tqdm: 5/10 [00:01
 _WORD = re.compile(r"(?<![\w./-])[A-Za-z]+(?![\w/-]|\.\w)")  # not a part of an identifier, path or module
 _COCO = re.compile(r"\((A[PR])\) @\[ IoU=(\S+) +\| area= *(\w+) \| maxDets= *(\d+) \]")
 _SEPARATOR = re.compile(r"[|,;:=\uff1a\uff0c\uff08\uff09(){}\[\]\"'*\t<>]|\s-+\s|\s{3,}")
@@ -100,11 +106,12 @@ class _Entry:
 
 def series_of(lines: Iterable[Line]) -> list[Series]:
     """All named series in the output of a training, in the order of their first line."""
-    groups = defaultdict[tuple[int, str], list[_Entry]](list)  # by number: its index in the line, and its template
+    # by number: its index in the line, its template, and whether it stands in a bar
+    groups = defaultdict[tuple[int, str, bool], list[_Entry]](list)
     for entry in _entries(lines):
         for index, number in enumerate(entry.numbers):
-            groups[index, number.template].append(entry)
-    found = [_series_of(index, part) for (index, _), entries in groups.items() for part in _by_mode(index, entries)]
+            groups[index, number.template, bool(_TQDM.search(entry.text))].append(entry)
+    found = [_series_of(index, part) for (index, *_), entries in groups.items() for part in _by_mode(index, entries)]
     return [series for series in found if series is not None]
 
 
@@ -169,7 +176,7 @@ def _parse(text: str) -> tuple[_Number, ...]:
     after = phase_of(_WORD.findall(text[matches[-1].end() :])) if matches else ""
     for match in matches:
         gap = text[end : match.start()]
-        template += re.sub(r"\s+", " ", _ON_SAMPLES.sub(" # samples", gap))
+        template += re.sub(r"\s+", " ", _ON_SAMPLES.sub(" # samples", gap)).strip()  # numbers may be padded
         template += "~" if match["time"] else "#%" if match["percent"] else "#"
         end = match.end()
         if match["time"]:
@@ -195,7 +202,8 @@ def _number(match: re.Match[str], template: str, name: str, phase: str, average:
     if match["percent"]:
         value, step = value / 100, step / 100
     is_bar = bool(match["percent"]) and match.string.startswith("|", match.end())  # of tqdm
-    return _Number(template, name, phase, value, step, average, is_metric=not (match["unit"] or is_bar))
+    has_other_unit = (match["unit"] or "").lower() not in ("", *UNITS_OF_METRICS)
+    return _Number(template, name, phase, value, step, average, is_metric=not (has_other_unit or is_bar))
 
 
 def _last_digit(text: str) -> float:
@@ -291,9 +299,12 @@ def _phase(index: int, entries: list[_Entry]) -> tuple[str, bool]:
 
 
 def _ends_of_progress(entries: list[_Entry], index: int) -> list[_Entry]:
-    """The last line of each pass through a dataset, if a counter a/b stands before the number; else all lines."""
-    for i, number in enumerate(entries[0].numbers[:index]):
-        counts = [entry.numbers[i].counter for entry in entries]
+    """The last line of each pass through a dataset, if a counter a/b stands before the number, or in a bar; else all
+    lines.
+    """
+    is_bar = bool(_TQDM.search(entries[0].text))  # whose description stands before the counter
+    for i, number in enumerate(entries[0].numbers if is_bar else entries[0].numbers[:index]):
+        counts = [entry.numbers[i].counter if i < len(entry.numbers) else None for entry in entries]
         if number.counter is None or "epoch" in number.name.lower() or any(count is None for count in counts):
             continue
         done = [count[0] for count in counts if count is not None]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten.benchmarking.fork_server import clean_server, seconds_to_wait, timeout_error
 from hasten.core.errors import ConfigurationError, HastenWarning, MemoryExhaustedError, RunError
-from hasten.hosts.inside_files import CLAIM, FAILURE, RESUMED, RIVAL, SESSION, SOCKET, SPEC, STARTED
+from hasten.hosts.inside_files import CLAIM, FAILURE, OUTPUT, RESUMED, RIVAL, SESSION, SOCKET, SPEC, STARTED
 from hasten.hosts.sandbox import Sandbox, writable_places
 from hasten.hosts.site_map import device_of, hidden_checkpoints, hide_checkpoints, known_sites
 from hasten.utils.typed_arguments import typed_numbers
@@ -40,8 +40,8 @@ CHUNK_S = 0.5  # of training between two looks at the clock
 ERROR_BYTES = 1 << 16  # of the end of the output, in which errors are looked for
 OUTPUT_BYTES = 1 << 24  # of the end of the output, in which metrics are looked for
 NOT_LOADED = (
-    "runs no Python that loads hasten: it ignores PYTHONPATH (python -I, -E or -S), or runs on another machine; "
-    "leave such a flag out"
+    "runs no Python that loads hasten: it ignores PYTHONPATH (python -I, -E or -S), sets it anew (write "
+    "PYTHONPATH=.:$PYTHONPATH), or runs on another machine"
 )
 CUDA_ERROR = re.compile(r"[\w.]*Error: CUDA error: ")  # the line that says which; others with general advice follow
 TRACEBACK = "Traceback (most recent call last)"
@@ -100,7 +100,7 @@ class ScriptProcess:
             environment["MPLBACKEND"] = "Agg"  # plt.show() in a window would wait until it is closed
             self.hidden = set(hidden_checkpoints(script))  # another run may find more of them meanwhile
             command = {"argv": box.wrap(argv, sorted(self.hidden)), "environment": box.environment(environment)}
-            output = str(self.directory / "output")
+            output = str(self.directory / OUTPUT)
             self.pid = self.server.execute(script.directory, **command, output=output, timeout=left)
             self.groups.add(self.pid)
             stack.callback(self._end)
@@ -155,6 +155,8 @@ class ScriptProcess:
         if not wait([self.listener, self.exit], seconds_to_wait(None, soonest) if soonest else None):
             self.kill()
             self._raise_reported()
+            if not (self.directory / STARTED).exists():
+                raise ConfigurationError(f"{self.script.command} {NOT_LOADED}")
             if known_sites(self.script) is not None:  # it does train
                 seconds_to_wait(None, deadline)
                 raise timeout_error(timeout)
@@ -242,7 +244,7 @@ class ScriptProcess:
     def printed(self, limit: int = OUTPUT_BYTES) -> tuple[int, bytes]:
         """(number of earlier bytes, last ``limit`` bytes) of what the script has printed on both streams."""
         try:
-            with open(self.directory / "output", "rb") as file:
+            with open(self.directory / OUTPUT, "rb") as file:
                 before = max(0, os.path.getsize(file.name) - limit)
                 file.seek(before)
                 return before, file.read(limit)

@@ -19,6 +19,8 @@ from hasten.loading.autotuner import (
 )
 from hasten.loading.probe import is_deterministic, script_may_change
 
+MAX_DRAWN = 1_000_000  # batches of an epoch, whose order is drawn at its start
+
 
 @dataclass(frozen=True)
 class AutotuneLoader(Method):
@@ -109,6 +111,8 @@ class AutotuneLoader(Method):
         if self.threads or self.cache in ("memory", "disk"):
             advice = "pass processes, or add cache_dataset"
             raise ConfigurationError(f"{self.name}: threads and cache require a hasten.data pipeline; {advice}")
+        if batches.spec.loader is not None and batches.spec.length > MAX_DRAWN:
+            return "an epoch of this DataLoader is too long for its order to be drawn ahead, as of an endless sampler"
         if _depends_on_workers(batches):
             reason = "the samples are random, and each worker of this DataLoader draws from a stream of its own"
             return f"{reason}; pass its dataset as Task(train_data=)"

@@ -51,6 +51,8 @@ class LoaderSeam:
         self.reading: set[int] = set()  # ids of the loaders whose own iterators methods use now
         self.last: dict[str, Any] | None = None  # record of the loader that gave the last batch
         self.unread = 0  # batches that it has given and that no backward pass has followed
+        # records by site: of the loaders that were read since the last backward pass, and before that one
+        self.since, self.before = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
         self.is_evaluating: Callable[[], bool] = lambda: False
         replaces(DataLoader, "__init__")(self._note)
         patch_loader_iterator(self._iterator_maker)
@@ -61,21 +63,30 @@ class LoaderSeam:
 
         None if that was no batch, or one that had been trained on before. Several batches may be read ahead.
         """
+        if self.since:  # what each step reads is for training, of several loaders too
+            for site in self.since.keys() & self.before.keys():
+                self._mark_for_training(self.since[site])
+            self.before, self.since = self.since, {}
         record = self.last
         if record is None or not self.unread:
             return None
         self.unread -= 1
-        loader = self.by_site.get(record["site"])
-        if record["role"] != TRAINING:
-            record["role"] = TRAINING
-            if loader is not None:
-                self.batches_of(loader, record, is_read=True)  # methods report now if they cannot act
+        self._mark_for_training(record)
         return _line_of(record["site"])
+
+    def _mark_for_training(self, record: dict[str, Any]) -> None:
+        if record["role"] == TRAINING:
+            return
+        record["role"] = TRAINING
+        if (loader := self.by_site.get(record["site"])) is not None:
+            self.batches_of(loader, record, is_read=True)  # methods report now if they cannot act
 
     def note_batch(self, record: dict[str, Any]) -> None:
         """Notes that the script has read a batch of a loader."""
         self.unread = self.unread + 1 if record is self.last else 1
         self.last = record
+        if not self.is_evaluating():
+            self.since[record["site"]] = record
 
     def note_end(self) -> None:
         """Notes the end of an epoch; a backward pass that follows an evaluation is not that of its batches."""

@@ -53,6 +53,8 @@ class ModelSeam:
         self.evaluated_seconds, self.evaluations = 0.0, list[tuple[int, float]]()
         self.records_gradients, self.trained_in_eval_mode = False, set[int]()
         self.marks: list[tuple[float, int, int, bool]] = []  # (time, step, bytes printed, an evaluation begins)
+        self.printed: Callable[[], int] = lambda: os.fstat(STDOUT).st_size  # bytes so far
+        self.has_logged = False  # to a tracker, in the last evaluation
         self.began: float | None = None  # of the evaluation that is running
         self.ended = 0.0  # of its last call
         self.recording: list[nn.Module] = []  # the models that it has called with gradients
@@ -257,9 +259,11 @@ class ModelSeam:
                 self.on_gpu = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             for event in self.on_gpu:
                 event.record(torch.cuda.current_stream(self.device))
-        if not self.evaluations:
+        if not is_frequent:
             site = {"site": f"{self.sites.line()}#1", "no_grad": not torch.is_grad_enabled()}
-            self.sites.records.setdefault("evaluations", []).append(site)
+            sites = self.sites.records.setdefault("evaluations", [])
+            if site["site"] not in [one["site"] for one in sites]:
+                sites.append(site)
         self._mark(begins=True)
 
     def end_evaluation(self, now: bool = False) -> None:
@@ -283,9 +287,11 @@ class ModelSeam:
 
     def _mark(self, begins: bool) -> None:
         """Notes how much the script had printed when an evaluation began, or ended: its metric is printed between."""
-        printed = os.fstat(STDOUT).st_size
-        if begins and [mark[2:] for mark in self.marks[-2:]] == [(printed, True), (printed, False)]:
-            del self.marks[-2:]  # of an evaluation without output, such as that of a teacher in each step
+        printed = self.printed()
+        was_silent = [mark[2:] for mark in self.marks[-2:]] == [(printed, True), (printed, False)]
+        if begins and was_silent and not self.has_logged:
+            del self.marks[-2:]  # of an evaluation without a metric, such as that of a teacher in each step
+        self.has_logged = self.has_logged and not begins
         self.marks.append((time.perf_counter(), self.steps.count, printed, begins))
 
 

@@ -11,6 +11,7 @@ import atexit
 import json
 import os
 import resource
+import stat
 import sys
 import time
 from collections import Counter, defaultdict
@@ -37,7 +38,7 @@ from hasten.hosts.inside.seeds import seed_process
 from hasten.hosts.inside.sites import Sites, missing_sites
 from hasten.hosts.inside.steps import StepSeam
 from hasten.hosts.inside.threads import threads_of, watch_threads
-from hasten.hosts.inside_files import BEGUN, CHECKED, CLAIM, COPY, FAILURE, RESUMED, RIVAL, SOCKET, SPEC
+from hasten.hosts.inside_files import BEGUN, CHECKED, CLAIM, COPY, FAILURE, OUTPUT, RESUMED, RIVAL, SOCKET, SPEC
 from hasten.utils.parsed_arguments import after_parsing
 from hasten.utils.phase_timer import PhaseTimer
 
@@ -141,6 +142,8 @@ class Session:
             wrap_call = self._guarded(composition.wrap_call, lambda _, call_of_root: call_of_root())
         self.models = ModelSeam(self.sites, self.phases, self.steps, wrap_call)
         self.models.waits_for_gpu = not self.is_real
+        if not self.is_real and not stat.S_ISREG(os.fstat(1).st_mode):  # a pipe, as to tee
+            self.models.printed = lambda: os.stat(self.directory / OUTPUT).st_size
         roles = {entry["site"]: entry["role"] for entry in known.get("loaders", ())}
         source_of = self._guarded(composition.source_of) if "data" in acts_on else None
         self.loaders = LoaderSeam(self.sites, self.phases, source_of, roles)
@@ -199,7 +202,9 @@ class Session:
             self.arguments[name] = value if is_data else type(value).__name__
 
     def _note_logged(self, name: str, value: float) -> None:
-        self.logged.append((time.perf_counter() - self.began, name, value, self.models.began is not None))
+        evaluates = self.models.began is not None
+        self.logged.append((time.perf_counter() - self.began, name, value, evaluates))
+        self.models.has_logged |= evaluates
 
     # ── what the script calls through ``hasten.attach`` ──────────────────────────────────────────
 
