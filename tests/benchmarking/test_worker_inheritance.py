@@ -2,6 +2,7 @@
 
 import os
 import sys
+from multiprocessing.util import get_temp_dir
 
 import torch
 
@@ -24,6 +25,12 @@ class Inheriting:
     def ready(self) -> bool:
         return True
 
+    def share_a_tensor(self) -> str:
+        """The directory of the sockets over which a loader worker hands a batch to this process."""
+        self.batches = iter(torch.utils.data.DataLoader(torch.ones(4), num_workers=1))
+        next(self.batches)
+        return get_temp_dir()
+
 
 def test_worker_has_the_variables_that_the_parent_has_when_it_starts(monkeypatch):
     """Those of the rank of the parent are not its own, whenever they are set."""
@@ -43,6 +50,17 @@ def test_worker_has_the_variables_that_the_parent_has_when_it_starts(monkeypatch
         assert found == {**dict.fromkeys(names), "HASTEN_TEST_SET": "2", "HASTEN_TEST_OWN": "4", "RANK": "0"}
     finally:
         clean_server().close()
+
+
+def test_killed_workers_leave_no_sockets_behind(monkeypatch):
+    monkeypatch.setattr(fork_server, "_servers", {})
+    try:
+        with Worker(HERE) as one, Worker(HERE) as other:
+            directory = one.call("share_a_tensor")
+            assert other.call("share_a_tensor") == directory and os.listdir(directory)
+    finally:
+        clean_server().close()
+    assert not os.path.exists(directory)
 
 
 def test_ranks_have_the_threads_of_launched_ranks_though_the_server_has_imported_torch_before(monkeypatch):

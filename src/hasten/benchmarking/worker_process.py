@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -54,6 +56,7 @@ def _serve(control: socket.socket) -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # the server waits for processes whose parent has ended, see ``_wait_for``
     if module := _preload([*PRELOAD, *start["modules"]]):
         _start_again(control, start, module)
+    temporary = _share_temporary_directory()
     exit_codes: dict[int, int | None] = {}  # by process ID of each worker; None while it runs
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
@@ -88,6 +91,17 @@ def _serve(control: socket.socket) -> None:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _share_temporary_directory() -> str:
+    """Gives all processes that are forked from this one a directory for the sockets of ``multiprocessing``.
+
+    Each would make its own, and leave it behind, since it is killed.
+    """
+    process: Any = multiprocessing.current_process()
+    process._config["tempdir"] = directory = tempfile.mkdtemp(prefix="hasten-")
+    return directory
 
 
 def _children() -> list[int]:
