@@ -172,7 +172,7 @@ def simulate(searches: int) -> list[dict]:
 
 
 def real_searches(count: int) -> tuple[int, int]:
-    """Of ``count`` searches on the digits: how many let the gate judge the harmful method, and how many accept it."""
+    """Of ``count`` searches on the digits: how many judge the quality of the harmful method, and how many accept it."""
     from hasten import tune
 
     file, judged, accepted = Path(__file__).parent / "harmful.py", 0, 0
@@ -180,7 +180,7 @@ def real_searches(count: int) -> tuple[int, int]:
     for seed in range(count):
         where = {"out": f"runs/planted-harms-{seed}", "seed": seed, "device": "cpu"}
         result = tune(f"{file}:slow_digits", budget=REAL_BUDGET, margin=REAL_MARGIN, methods=[method], **where)
-        judged += bool(result["confirmed_recipes"])
+        judged += any(trial["verdict"] in ("refused", "won") for trial in result["trials"])
         accepted += bool(result["recipe"])
         print_progress(f"real search {seed + 1} of {count}: {result['verdict']}: {result['why']}")
     return judged, accepted
@@ -222,7 +222,7 @@ def main() -> int:
     if options.real:
         judged, found = real_searches(options.real)
         low, high = interval(found, judged)
-        figure += f"; {found} of {judged} judged by the gate in {options.real} real searches ({low:.1%} to {high:.1%})"
+        figure += f"; {found} of {judged} whose quality {options.real} real searches judged ({low:.1%} to {high:.1%})"
         reached = reached and low <= ACCEPTED_AT_MOST and judged > 0
         numbers["real"] = {"accepted": found, "judged": judged, "searches": options.real}
     return finish(options, figure, reached, numbers)

@@ -46,6 +46,7 @@ def same_ends(one: Path, other: Path) -> bool:
         (engine_tasks.loader_with_persistent_workers, METHODS),
         (engine_tasks.stream, METHODS),
         (engine_tasks.evaluated_often, METHODS),
+        (engine_tasks.schedule_of_numpy, None),
         (engine_tasks.map_style, "ema"),
         (engine_tasks.map_style, "in_memory_batches"),
         (engine_tasks.map_style, "gradient_accumulation"),

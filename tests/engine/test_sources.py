@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from hasten import RunError
 from hasten.core.recipe import Recipe
@@ -64,6 +64,38 @@ def test_map_style_data_keep_the_random_numbers_of_the_model():
     set_seeds(7)
     list(train.epoch(0, 0))
     assert torch.equal(torch.rand(3), expected)
+
+
+class Epochs(torch.utils.data.IterableDataset):
+    """Yields the epoch that it was told."""
+
+    def __init__(self):
+        self.epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([(torch.zeros(2), self.epoch)] * 4)
+
+
+def test_samplers_and_streams_are_told_the_epoch():
+    data, orders = TensorDataset(x, y), []
+    source = batches(DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
+    by_hand = DistributedSampler(data, num_replicas=1, rank=0)
+    for epoch in range(2):
+        by_hand.set_epoch(epoch)
+        orders.append(torch.cat([labels for _, labels in source.epoch(epoch)]).tolist())
+        assert orders[-1] == list(by_hand)
+    assert orders[0] != orders[1]
+    stream = batches(Epochs())
+    assert [next(iter(stream.epoch(epoch)))[1].tolist() for epoch in range(2)] == [[0] * 4, [1] * 4]
+
+
+def test_epoch_has_as_many_samples_as_its_sampler_draws():
+    sampler = torch.utils.data.WeightedRandomSampler(torch.ones(11), 8)
+    task = engine_tasks.task(DataLoader(TensorDataset(x, y), batch_size=4, sampler=sampler))
+    assert data_adapters.initial_plan(task).samples == 8
 
 
 def test_stream_is_reproduced_whatever_else_draws():

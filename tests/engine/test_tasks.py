@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
 
 from hasten import ConfigurationError, Task
-from hasten.engine.tasks import TaskRef, load_task, workload_names
+from hasten.engine.tasks import TaskRef, hash_of_loaded_code, load_task, workload_names
 
 MINE = """
 import torch
@@ -164,6 +165,18 @@ def test_reference_to_a_file_is_independent_of_the_current_directory(mine, monke
     text = TaskRef.of("mine.py:small").to_json()
     monkeypatch.chdir("/")
     assert TaskRef.from_json(text).load().name == "mine.py:small"
+
+
+def test_edited_module_is_other_code_wherever_it_lies(tmp_path, monkeypatch):
+    """So that no search continues with the trials of another model."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "network_elsewhere.py").write_text("WIDTH = 1\n")
+    import_module("network_elsewhere")
+    before = hash_of_loaded_code()
+    assert hash_of_loaded_code() == before
+    (tmp_path / "network_elsewhere.py").write_text("WIDTH = 2\n")
+    assert hash_of_loaded_code() != before
+    monkeypatch.delitem(sys.modules, "network_elsewhere")
 
 
 READER = """

@@ -6,6 +6,7 @@ import math
 import signal
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hasten
 from hasten import ConfigurationError, RunError, Task
+from hasten.core.errors import HastenWarning
 from hasten.engine import signals
 from hasten.utils.targets import first_sustained_target
 from helpers import engine_tasks
@@ -285,6 +287,43 @@ def test_out_of_memory_names_remedies():
 
     with pytest.raises(RunError, match=r"out of memory at step 1 .* batches of 4.*gradient_accumulation"):
         train(Task(**{**vars(engine_tasks.map_style()), "loss": out_of_memory}))
+
+
+def pairs():
+    yield from TensorDataset(x, y)
+
+
+def test_generator_function_is_called_for_each_epoch():
+    result = train(engine_tasks.task(pairs, validation_data=pairs))
+    assert result["steps"] == 2 * -(-len(x) // 4) and len(result["evaluations"]) == 2
+
+
+class OwnLoss(torch.nn.Linear):
+    """Returns its scores and its loss, in one order or the other."""
+
+    def __init__(self, loss_first):
+        super().__init__(6, 3)
+        self.loss_first = loss_first
+
+    def forward(self, x, y):
+        scores = super().forward(x)
+        both = scores, torch.nn.functional.cross_entropy(scores, y)
+        return both[::-1] if self.loss_first else both
+
+
+def test_loss_and_scores_of_a_model_may_come_in_either_order():
+    data = TensorDataset(x, y)
+    results = [
+        train(engine_tasks.task(data, validation_data=data, model=partial(OwnLoss, first), loss=None))
+        for first in (True, False)
+    ]
+    metrics = [[row["metric"] for row in result["evaluations"]] for result in results]
+    assert metrics[0] == metrics[1] and len(set(metrics[0])) == 2
+
+
+def test_dropout_of_a_model_that_is_left_in_evaluation_mode_is_named():
+    with pytest.warns(HastenWarning, match="Sequential of the model is in evaluation mode.*its dropout does nothing"):
+        train(engine_tasks.task(engine_tasks.Augmented(), model=lambda: engine_tasks.model().eval()))
 
 
 def test_exhausted_generator_is_reported():

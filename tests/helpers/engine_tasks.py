@@ -47,17 +47,22 @@ def optimizer(model):
 
 def task(train_data, **changes) -> Task:
     plan = {"batch_size": 4, "epochs": 2, "metric": "accuracy", "target": 0.5, "validation_data": Augmented()}
-    return Task(
-        model=model,
-        train_data=train_data,
-        loss=torch.nn.functional.cross_entropy,
-        optimizer=optimizer,
-        **(plan | changes),
-    )
+    parts = {"model": model, "loss": torch.nn.functional.cross_entropy, "optimizer": optimizer}
+    return Task(train_data=train_data, **(parts | plan | changes))
 
 
 def map_style():
     return task(Augmented())
+
+
+def schedule_of_numpy():
+    """Its learning rates are NumPy's numbers."""
+
+    def optimizer(model):
+        made = torch.optim.Adam(model.parameters(), lr=0.02)
+        return made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.9 + 0.1 * numpy.cos(step))
+
+    return task(Augmented(), optimizer=optimizer)
 
 
 def ready_loader():

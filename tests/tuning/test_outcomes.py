@@ -16,6 +16,7 @@ from hasten.tuning.study import is_in
 from hasten.tuning.systems import _compare_losses, check_verdict
 from hasten.tuning.training import Baseline, Outcome, first_outcome, seconds_of
 from hasten.tuning.training_stage import _keeps_quality, run_baseline
+from hasten.utils.targets import first_sustained_target
 from helpers.planted_study import MARGIN, METRIC, SAMPLES, TARGET, TRIAL, Planted, baseline_of, outcome
 
 
@@ -49,6 +50,24 @@ def test_target_of_a_task_without_one_is_what_every_seed_reaches_less_the_margin
     assert run_baseline(study, 0.02).target == pytest.approx(target)
     study.target = TARGET
     assert run_baseline(study, 0.02).target == TARGET, "which the task has"
+
+
+class Peaked(Planted):
+    """Every run ends worse than its best evaluation, which it has not held."""
+
+    def run(self, recipe, seed, time_limit=None):
+        result = super().run(recipe, seed, time_limit)
+        curve = 0.70, 0.92, 0.85
+        looks = [{**look, "metric": metric} for look, metric in zip(result["evaluations"], curve, strict=False)]
+        found = first_sustained_target(curve, self.target, True)
+        reached = None if found is None else looks[found]["seconds"]
+        return {**result, "metric": 0.85, "best_metric": 0.92, "evaluations": looks, "seconds_to_target": reached}
+
+
+def test_target_of_a_task_without_one_is_one_that_its_runs_have_held():
+    study: Any = Peaked(target=None)
+    baseline = run_baseline(study, 0.02)
+    assert baseline.target == pytest.approx(0.83) and all(run["seconds_to_target"] for run in baseline.runs)
 
 
 def test_recipes_of_other_lengths_are_compared_by_the_whole_training():

@@ -31,6 +31,20 @@ def test_list_of_images_is_as_many_samples():
     assert first["images"][0] is IMAGES[0] and second["images"][0] is IMAGES[3] and second["targets"] == BOXES[3:]
 
 
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ((torch.zeros(7, 4, 2), torch.zeros(4)), 4),  # time comes first, as pad_sequence returns it
+        ((torch.zeros(30), torch.zeros(4), torch.zeros(4)), 4),  # tokens, offsets and labels of an EmbeddingBag
+        ((torch.zeros(20, 8), torch.zeros(160)), 20),  # the next letter of each letter
+        (((torch.zeros(3, 8, 8),) * 5, ({"boxes": torch.zeros(1, 4)},) * 5), 5),  # of detection
+    ],
+    ids=["time-first", "bag", "letters", "detection"],
+)
+def test_samples_are_counted_by_their_labels(batch, samples):
+    assert batch_size(batch) == samples
+
+
 def test_inputs_of_a_model_with_several_are_cut_each():
     first, second = chunk_batch([[torch.arange(2), torch.arange(2)], torch.arange(2)], 2)
     assert [len(first[0]), len(second[0])] == [2, 2] and first[0][1].tolist() == [0]

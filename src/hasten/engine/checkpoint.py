@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import save
 
@@ -29,6 +30,7 @@ from hasten.engine.run_dir import FREE_THE_DISK, atomic_write
 from hasten.utils.batch import batch_tensors
 from hasten.utils.optimizers import align_state
 from hasten.utils.rng import derive_seed, get_rng_state, preserve_rng_state, set_rng_state, set_seeds
+from hasten.utils.tree import tree_map
 
 State = dict[str, Any]  # nested dicts and lists of tensors and plain data
 
@@ -36,6 +38,11 @@ SHARDED_KEYS = ("model", "optimizer", "checkpoint_state")  # the parts of a stat
 RANK_SUFFIX = "-of-rank-"  # in the name of a file that holds another rank's shard
 POSITION = ("step", "epoch", "batch", "samples")  # fields of TrainProgress; the others describe the step just done
 NUM_CHECKPOINTS = 2  # the newest, and the one before it in case the newest is damaged
+
+
+def _without_numpy(leaf: Any) -> Any:
+    """A NumPy number as Python's: a learning rate that a schedule computes with NumPy would not load without code."""
+    return leaf.item() if isinstance(leaf, numpy.generic) else leaf
 
 
 class Checkpoints:
@@ -51,7 +58,8 @@ class Checkpoints:
         Rank 0 also removes the files of all ranks except those of the newest two checkpoints (three if in shards).
         """
         path = self.directory / _file_name(state["progress"]["step"], rank)
-        atomic_write(path, lambda file: torch.save(state, file))
+        plain = tree_map(_without_numpy, state)
+        atomic_write(path, lambda file: torch.save(plain, file))
         if not self.good:  # warns at the first save, not after a crash
             try:
                 load_checkpoint(path)

@@ -79,13 +79,21 @@ def _class_names(data: Any) -> Any:
 def initial_plan(task: Task) -> TrainPlan:
     """The training plan of a task with loaded data, before any method changes it."""
     data, batch_size = task.train_data, _batch_size_of(task)
-    samples = length_of(data.dataset if is_prebatched(data) else data)
+    samples = _samples_of(data)
     items_are_batches = cast(Any, data).batch_sampler is None if isinstance(data, DataLoader) else _has_no_size(task)
     if items_are_batches:
         samples = samples and task.batch_size and samples * task.batch_size
     when: dict[str, Any] = {"evaluate_every": task.evaluate_every, "schedule_interval": task.schedule_interval}
     known = batch_size is not None
     return TrainPlan(batch_size or 1, task.epochs, samples=samples, is_batch_size_known=known, **when)
+
+
+def _samples_of(data: Any) -> int | None:
+    """Samples of an epoch: those that the sampler of a DataLoader draws, which may be fewer than the dataset has."""
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        drawn = length_of(getattr(data.batch_sampler, "sampler", data.sampler))
+        return length_of(data.dataset) if drawn is None else drawn
+    return length_of(data.dataset if is_prebatched(data) else data)
 
 
 def training(
@@ -109,8 +117,25 @@ def training(
             if data.faults.max_rows:
                 raise ConfigurationError(ONE_PROCESS_ONLY)
             return _batches(data.shard(ranks.world_size, ranks.rank), task, batch_size, seed, training=True)
-    batches = _batches(data, task, batch_size, seed, training=True)
+    batches = _with_set_epoch(_batches(data, task, batch_size, seed, training=True), data)
     return batches if log is None else shard_batches(batches, ranks, log, stages)
+
+
+def _with_set_epoch(batches: BatchSource, data: Any) -> BatchSource:
+    """Batches before whose epochs the data, and their samplers, are told which epoch it is, as in a loop by hand."""
+    owners = [data, *(getattr(data, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    calls: list[Callable[[int], Any]] = [
+        owner.set_epoch for owner in owners if callable(getattr(owner, "set_epoch", 0))
+    ]
+    if not calls:
+        return batches
+
+    def epoch(epoch: int, start: int = 0) -> Iterator[Batch]:
+        for set_epoch in calls:
+            set_epoch(epoch)
+        return batches.epoch(epoch, start)
+
+    return replace(batches, epoch=epoch, spec=None)  # who reads the samples by index would not call it
 
 
 def validation(task: Task, batch_size: int, seed: int) -> BatchSource | None:
@@ -206,6 +231,8 @@ def in_sequence(length: int, batch_size: int) -> Callable[[int], Iterable[list[i
 
 def _load(given: Any, field: str) -> Any:
     data: Any = given() if is_factory(given) else given
+    if is_factory(given) and hasattr(data, "__next__") and not hasattr(data, "__getitem__"):
+        data = _Restarted(given)
     has_samples = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     if isinstance(data, (str, bytes, dict)) or not has_samples:
         kinds = "a dataset, a DataLoader or a function that returns one"
@@ -213,6 +240,16 @@ def _load(given: Any, field: str) -> Any:
     if hasattr(data, "__len__") and length_of(data) == 0:
         raise ConfigurationError(f"Task({field}=) is empty")
     return data
+
+
+class _Restarted:
+    """What a generator function yields, from the start in every epoch: a generator is read once."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.make()
 
 
 def is_factory(data: Any) -> bool:

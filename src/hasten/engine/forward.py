@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 
+from hasten._torch_compat import Dropout
 from hasten.core.errors import RunError
 from hasten.core.run_context import TrainProgress
 from hasten.core.types import Batch, ForwardFn, LossFn
@@ -25,18 +26,33 @@ def make_forward(model: torch.nn.Module, loss: LossFn, own: bool) -> ForwardFn:
 
 
 def own_loss(output: Any, target: Any = None) -> torch.Tensor:
-    """The loss in a model's output: ``.loss``, ``["loss"]``, a tuple's first, or the output; RunError if no tensor."""
+    """The loss in a model's output: ``.loss``, ``["loss"]``, the first scalar of a tuple, or the output; RunError if
+    that is no tensor.
+    """
     loss: Any = output
     if hasattr(output, "loss"):
         loss = output.loss
     elif isinstance(output, dict):
         loss = cast(dict[str, Any], output).get("loss")
     elif isinstance(output, (tuple, list)):
-        loss = cast(Sequence[Any], output)[0] if output else None
+        items = cast(Sequence[Any], output)
+        scalars = (item for item in items if isinstance(item, torch.Tensor) and not item.ndim)
+        loss = next(scalars, items[0] if items else None)
     if not isinstance(loss, torch.Tensor):
         returned = f"{_describe(loss)}: give it the labels, or set Task(loss=)"
         raise RunError(f"Task(loss=None) is for a model that returns its own loss; this one returned {returned}")
     return loss
+
+
+def dropout_that_is_off(model: torch.nn.Module) -> str:
+    """The name of a part in evaluation mode that has dropout and weights to train, as ``from_pretrained`` leaves a
+    model; "" if there is none.
+    """
+    for name, part in model.named_modules():
+        is_trained = not part.training and any(parameter.requires_grad for parameter in part.parameters())
+        if is_trained and any(isinstance(module, Dropout) and module.p for module in part.modules()):
+            return name or type(part).__name__
+    return ""
 
 
 def loss_type_error(loss: Any) -> RunError:

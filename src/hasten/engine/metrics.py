@@ -42,7 +42,11 @@ class NamedMetric:
 
 
 def logits_of(output: Any) -> Any:
-    """The scores in a model's output: itself, or its ``logits``; ConfigurationError for a dict without any."""
+    """The scores in a model's output: itself, its ``logits``, or the first tensor of a tuple that is no loss;
+    ConfigurationError for a dict without any.
+    """
+    if isinstance(output, (tuple, list)) and not hasattr(output, "logits"):
+        return next((item for item in output if isinstance(item, torch.Tensor) and item.ndim), output)
     if not isinstance(output, dict):
         return getattr(output, "logits", output)
     entries = cast(dict[str, Any], output)

@@ -20,6 +20,8 @@ from hasten.utils.optimizers import (
 )
 from hasten.utils.tensor_list import TensorList
 
+STATE = ("state_dict", "load_state_dict")  # what a checkpoint needs
+
 
 def build_optimizer(task: Task, fold: Callable[[str, Any], Any], run: RunContext) -> tuple[torch.optim.Optimizer, Any]:
     """(optimizer, schedule or None) from Task(optimizer=), called through the ``optimizer`` hooks of all methods.
@@ -36,11 +38,16 @@ def build_optimizer(task: Task, fold: Callable[[str, Any], Any], run: RunContext
         advice = "give Task(step=), a generator that yields a loss for each"
         raise ConfigurationError(f"the task has {len(optimizer.optimizers)} optimizers; {advice}")
     pair = "a torch optimizer, or (optimizer, schedule)"
-    if not all(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups")):
+    if not all(hasattr(optimizer, name) for name in ("step", "zero_grad", "param_groups", *STATE)):
         raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {type(optimizer).__name__}")
     if schedule is not None and not hasattr(schedule, "step"):
         kind = type(schedule).__name__
         raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {kind} as the schedule")
+    for one in getattr(schedule, "schedules", [schedule] if schedule is not None else []):
+        if not all(hasattr(one, name) for name in STATE):
+            what = f"the schedule of Task(optimizer=), a {type(one).__name__}, has no state_dict and load_state_dict"
+            advice = "without which no run can be resumed; add both, or derive it from torch's LRScheduler"
+            raise ConfigurationError(f"{what}, {advice}")
     return cast(Any, optimizer), schedule
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import pkgutil
 import sys
+import sysconfig
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -232,6 +233,18 @@ def _imported_from(directory: Path) -> list[Path]:
     files = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
     sources = (path for path in files if path.suffix == ".py" and "site-packages" not in path.parts)
     return sorted(path for path in sources if path.is_relative_to(directory))
+
+
+def hash_of_loaded_code() -> str:
+    """A hash of the imported modules that are neither installed, nor Python's, nor hasten's.
+
+    These are the task's, wherever they lie, in a process that has imported nothing else.
+    """
+    not_the_users = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1])
+    files = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
+    sources = (path for path in files if path.suffix == ".py" and not str(path).startswith(not_the_users))
+    own = sorted(path for path in sources if not {"site-packages", "dist-packages"} & {*path.parts} and path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in own)).hexdigest()[:16]
 
 
 def _call(function: Callable[[], Any], name: str) -> Task:

@@ -28,6 +28,7 @@ from hasten.engine.data_adapters import ONE_PROCESS_ONLY
 from hasten.engine.devices import assign_gpus, pick_device, visible_gpus
 from hasten.engine.environment import environment, source_hash
 from hasten.engine.error_messages import explain_error
+from hasten.engine.forward import dropout_that_is_off
 from hasten.engine.memory import reset_peak_memory
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
@@ -41,6 +42,10 @@ from hasten.engine.trainer import Trainer
 NO_LENGTH = (
     "the training data have no length: the time left is unknown, and an epoch ends only when they end; "
     "give the dataset a __len__, and an end if it has none (itertools.islice)"
+)
+DROPOUT_IS_OFF = (
+    "{} of the model is in evaluation mode, as from_pretrained leaves it, so that its dropout does nothing; call "
+    "model.train() in Task(model=), unless that is meant"
 )
 
 
@@ -122,6 +127,8 @@ def train(
                 check_exportable(program.run.unwrapped_model.state_dict())
             if program.plan.steps is None:
                 _warn(ranks, NO_LENGTH)
+            if name := dropout_that_is_off(program.run.unwrapped_model):
+                _warn(ranks, DROPOUT_IS_OFF.format(name))
             facts = environment(device) | {"code": code, "processes": ranks.world_size}
             on_main_process(ranks, lambda: directory and directory.begin(facts))
             if begun:

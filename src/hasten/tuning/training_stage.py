@@ -1,7 +1,7 @@
 """The second stage of a search: methods that change the training, by whole trainings or by shorter ones."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
@@ -261,6 +261,9 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
     if study.target is None or study.horizon < 1:  # what every seed reaches, less what the gate lets a recipe be worse
         study.target = worst(run["best_metric"] for run in runs) - sign * size
         runs = [study.run(Recipe(), seed) for seed in seeds]
+        if all(run["seconds_to_target"] is None for run in runs):  # a peak, which no run has held
+            study.target = worst(_best_held(run, worst, best) for run in runs) - sign * size
+            runs = [study.run(Recipe(), seed) for seed in seeds]
     target: Any = study.target
     if all(run["seconds_to_target"] is None for run in runs):
         raise RunError(
@@ -273,6 +276,12 @@ def run_baseline(study: Study, margin: float | None) -> Baseline:
     text = f"{len(runs)} seeds end at {ends}; margin {size:.3g}: {why}"
     study.note("baseline", "baseline", "measured", text, seconds=sum(run["trial_seconds"] for run in runs))
     return baseline
+
+
+def _best_held(run: dict, worst: Callable[..., float], best: Callable[..., float]) -> float:
+    """The best metric of a run that its next evaluation, if there is one, has held."""
+    metrics = [row["metric"] for row in run["evaluations"] if row["metric"] is not None]
+    return best(worst(metrics[index : index + 2]) for index in range(len(metrics)))
 
 
 def _confirm(

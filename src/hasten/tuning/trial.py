@@ -19,7 +19,7 @@ from hasten.core.types import OptimizerFactory
 from hasten.distributed.process_group import init_process_group
 from hasten.engine.data_adapters import check_process_count
 from hasten.engine.metrics import higher_is_better, name_of
-from hasten.engine.tasks import TaskRef
+from hasten.engine.tasks import TaskRef, hash_of_loaded_code
 from hasten.engine.train import device_of, train
 from hasten.profiling.probe import Probe
 from hasten.utils.accelerated_schedule import accelerate_schedule
@@ -101,7 +101,7 @@ class Description:
         task = self.task.load()
         check_process_count(task, processes)
         return {
-            "fingerprint": self.task.fingerprint(),
+            "fingerprint": [self.task.fingerprint(), hash_of_loaded_code()],
             "has_validation": task.validation_data is not None,
             "higher_is_better": higher_is_better(task),
             "metric": name_of(task),

@@ -66,11 +66,20 @@ def batch_size(batch: Batch) -> int:
     these may be samples.
     """
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and (shape := batch[0].shape):
-        return shape[0]  # the usual case, fast: one tensor is touched once
+        labels = batch[-1].shape if type(batch[-1]) is torch.Tensor else ()
+        if len(labels) != 1 or labels[0] == shape[0]:
+            return shape[0]  # the usual case, fast
+        # one label for each sample, and before them time comes first, or the tokens of all samples lie in one row
+        is_labeled = labels == shape[1:2] or any(getattr(item, "shape", ())[:1] == labels for item in batch[1:-1])
+        return labels[0] if is_labeled else shape[0]
     if is_graph(batch):
         return num_seeds(batch)
     is_sequence = isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence)
     items = batch.values() if isinstance(batch, Mapping) else batch if is_sequence else [batch]
+    if is_sequence and all(isinstance(item, (list, tuple)) for item in items):  # as of detection: (images, targets)
+        for item in items:
+            if item and all(isinstance(sample, Mapping) for sample in item):
+                return len(item)
     outside_lists = (size for item in items if type(item) is not list for size in _sizes(item))
     return next(chain(outside_lists, _sizes(batch)), 1)
 
