@@ -59,6 +59,7 @@ def test_watching_a_framework_changes_nothing_and_finds_all(name, tmp_path):
     ref = ScriptRef.of_command(command, directory=str(tmp_path))
     with ScriptProcess(ref, {}) as process:
         answer = process.wait_until_trained(300.0, None)
+        assert process.ask("describe")["expected_steps"] == steps
         if not answer.get("ended"):
             answer = process.ask("train", 300.0, None, count=10_000)
         described = process.ask("describe")
@@ -71,6 +72,7 @@ def test_watching_a_framework_changes_nothing_and_finds_all(name, tmp_path):
     sites = described["sites"]
     assert len(sites["models"]) == 1 and sites["models"][0]["called"] and sites["evaluations"]
     assert described["evaluation_every"] > 0 and described["evaluation_seconds"] > 0
+    assert len({mark[1] for mark in described["marks"] if mark[3]}) == values, "each evaluation has its step"
     for kind, part in (("loaders", loader), ("optimizers", optimizer)):
         site = next(entry["site"] for entry in sites[kind] if entry.get("role", "training") == "training")
         line = int(site.partition(":")[2].partition("#")[0])
@@ -152,6 +154,113 @@ def test_what_a_framework_has_or_lacks_is_no_effect(name, recipe, reason):
     watch_script(ref)
     with arm(ref, recipe) as trained, pytest.raises(Exception, match=reason):
         trained.build()
+
+
+def changed(name: str, directory: Path, *changes: tuple[str, str]) -> ScriptRef:
+    """The script with other text."""
+    needs(name)
+    text = (SCRIPTS / f"{name}.py").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (directory / "changed.py").write_text(text)
+    return ScriptRef.of_command([sys.executable, "changed.py", "3"], directory=str(directory))
+
+
+MIXED = ('accelerator="cpu",', 'accelerator="cpu", precision="bf16-mixed", gradient_clip_val=1.0,')
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("lightning_cnn", MIXED, "under torch.autocast already"),
+        (
+            "transformers_classifier",
+            ("TrainingArguments(", "TrainingArguments(bf16=True, "),
+            "accelerate calls the model",
+        ),
+    ],
+)
+def test_lower_precision_of_the_script_itself_is_seen(name, change, reason, tmp_path):
+    ref = changed(name, tmp_path, change)
+    watch_script(ref)
+    with arm(ref, "bfloat16") as trained, pytest.raises(Exception, match=reason):
+        trained.build()
+
+
+def test_fused_optimizer_leaves_lightning_to_clip_under_mixed_precision(tmp_path):
+    ref = changed("lightning_cnn", tmp_path, MIXED)
+    watch_script(ref)
+    with arm(ref, "fused_optimizer") as trained:
+        assert "fused_optimizer" in trained.build()["effects"]
+
+
+def test_gradients_of_lightnings_closure_are_those_of_its_batch(tmp_path):
+    """Under an optimizer that is not one of torch, which might call a closure at other weights."""
+    own = "class Own(torch.optim.Adam):\n    def step(self, closure=None):\n        return super().step(closure)\n\n\n"
+    changes = ("class ", f"{own}class "), ("torch.optim.Adam(", "Own(")
+    text = (SCRIPTS / "lightning_manual.py").read_text()
+    ref = changed("lightning_manual", tmp_path, (text, text.replace(changes[0][0], changes[0][1], 1)), changes[1])
+    watch_script(ref)
+    with arm(ref, "gradient_clipping:max_norm=0.001") as trained:
+        assert "gradient_clipping" in trained.build()["effects"]
+
+
+def test_decorated_training_step_gets_the_arguments_that_it_takes(tmp_path):
+    decorated = """
+    @decorated
+    def training_step(self, batch):"""
+    decorator = """
+def decorated(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+    return call
+
+
+class Classifier("""
+    changes = ("\n    def training_step(self, batch, _):", decorated), ("class Classifier(", decorator)
+    ref = changed("lightning_cnn", tmp_path, *changes, ("import sys\n", "import functools\nimport sys\n"))
+    assert watch_script(ref)["watched_steps"] >= 48
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "metric"),
+    [
+        ("ModelCheckpoint('m.keras'), ReduceLROnPlateau(), EarlyStopping('val_accuracy')", ["val_accuracy", "max"]),
+        ("ModelCheckpoint('m.keras'), ReduceLROnPlateau()", None),
+    ],
+)
+def test_keras_callback_that_chooses_nothing_names_no_metric(callbacks, metric, tmp_path):
+    uses = f"verbose=2, callbacks=[{callbacks}])"
+    imports = "import keras\nfrom keras.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau\n"
+    ref = changed("keras_dense", tmp_path, ("verbose=2)", uses), ("import keras\n", imports))
+    assert run_of(ref)["monitor"] == metric
+
+
+def test_each_fold_of_keras_has_its_evaluations(tmp_path):
+    fold = """
+for fold in range(3):
+    model = keras.models.clone_model(model)
+    model.compile("""
+    ref = changed(
+        "keras_dense",
+        tmp_path,
+        ("model.compile(", fold),
+        ("\nepochs = ", "\n    epochs = "),
+        ("\nmodel.fit(", "\n    model.fit("),
+        ("sys.argv[1]", "1"),
+    )
+    described = run_of(ref)
+    assert len({mark[1] for mark in described["marks"] if mark[3]}) == 3
+
+
+def run_of(ref: ScriptRef) -> dict:
+    """What the session of a run to its end describes."""
+    with ScriptProcess(ref, {}) as process:
+        if not process.wait_until_trained(300.0, None).get("ended"):
+            process.ask("train", 300.0, None, count=10_000)
+        return process.ask("describe")
 
 
 def test_methods_on_gradients_act_after_lightnings_closure():

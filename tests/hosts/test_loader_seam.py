@@ -134,6 +134,20 @@ def test_backward_pass_after_an_evaluation_is_not_that_of_its_loader(under):
     assert seam.on_backward() is None
 
 
+def test_epoch_that_is_never_read_draws_as_in_torch(under):
+    """Keras makes one iterator too many at each end of an epoch."""
+
+    def labels_and_state():
+        torch.manual_seed(0)
+        loader = DataLoader(Shifted(), batch_size=4, shuffle=True)
+        iter(loader)
+        return torch.cat([batch[1] for batch in loader]), torch.get_rng_state()
+
+    plain = labels_and_state()
+    under("in_memory_batches")
+    assert bitwise_equal(plain, labels_and_state())
+
+
 def test_loaders_that_each_step_reads_are_all_for_training(under):
     seam = under("in_memory_batches", roles={})
     labeled, unlabeled, looked_at = (DataLoader(Shifted(), batch_size=4) for _ in range(3))

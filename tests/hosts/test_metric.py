@@ -76,6 +76,13 @@ def test_metric_of_each_epoch_is_read_however_the_line_counts(form):
     assert found.values == [pytest.approx((60 - e) / 100) for e in epochs]
 
 
+@pytest.mark.parametrize("metric", ["val_acc", "val_loss"])
+def test_first_of_several_validation_loaders_is_judged_by(metric):
+    records = [(float(e), f"{metric}/dataloader_idx_{i}", 0.5 + e / 100 + i, True) for e in EPOCHS for i in (1, 0)]
+    found = choose_metric(series_of_logged(records))
+    assert isinstance(found, Found) and found.name == f"{metric}/dataloader_idx_0"
+
+
 def test_description_of_a_progress_bar_is_no_evaluation():
     """``bar.set_description(f"val acc {correct / total}")`` shows the mean of the batches so far."""
     lines = []

@@ -89,6 +89,23 @@ def test_marks_of_evaluations_without_output_do_not_pile_up(seam):
     assert [mark[2] for mark in seam.marks] == [0, 13, 13, 26]
 
 
+class KerasLike(nn.Linear):
+    """Is told by an argument whether a call trains, as Keras's ``train_on_batch`` does in eval mode."""
+
+    def forward(self, x, training=None):
+        return super().forward(x)
+
+
+def test_model_that_an_argument_says_to_train_is_not_evaluated(seam):
+    model = KerasLike(3, 2)
+    for _ in range(2):
+        backward(seam, model(X, training=True).sum())
+        with torch.no_grad():
+            model.eval()(X, training=False)
+    backward(seam, model(X, training=True).sum())
+    assert [step for step, _ in seam.evaluations] == [1, 2] and not seam.trains_in_eval_mode
+
+
 def test_each_line_that_evaluates_is_a_site(seam):
     """A look at the shape of the output, without gradients, hides no validation that records them."""
     line, model = ["train.py:3"], nn.Linear(3, 2)
@@ -159,7 +176,7 @@ def test_model_of_a_later_fold_is_found_though_it_looked_like_a_copy(seam):
         backward(seam, first(X).sum())
     seam.stop_searching()
     seam.watch_copies()
-    seam.search_again(torch.optim.SGD(second.parameters()))
+    seam.search_again({id(parameter) for parameter in second.parameters()})
     backward(seam, second(X).sum())
     assert len(seam.roots) == 1 and seam.roots[0] is second
     assert not hasattr(get_set_module_call(second).before, "of_copy"), "its calls are wrapped once"

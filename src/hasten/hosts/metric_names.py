@@ -108,6 +108,7 @@ def _names_both(name: str) -> bool:
 @lru_cache(maxsize=10_000)
 def meaning_of(name: str) -> Meaning:
     """Reads a name, such as ``val_loss``, ``Acc@5`` or ``Validation accuracy``."""
+    name, _, loader = name.partition("/dataloader_idx_")  # as Lightning names the values of several loaders
     words = words_of(name)
     known = [word for word in words if word in HIGHER or word in LOWER]
     if set(known) != {"per"}:  # "accuracy per class"; alone, it is the phoneme error rate
@@ -131,7 +132,7 @@ def meaning_of(name: str) -> Meaning:
         direction=direction,
         kind=kind,
         identity=identity,
-        secondary=any(word.isdigit() and word != "1" for word in words),
+        secondary=loader not in ("", "0") or any(word.isdigit() and word != "1" for word in words),
         derived=bool(set(words) & DERIVED),
         beside=beside,
         rate=bool(known) and known[-1] in RATES,

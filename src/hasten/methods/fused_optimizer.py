@@ -46,7 +46,7 @@ class FusedOptimizer(Method):
                 run.report_no_effect(self, obstacle)
             else:
                 for one in optimizers:
-                    _fuse(one)
+                    _fuse(one, leaves_scale=not run.services.in_script)
                 run.observe_effect(self, partial(_observe, optimizer))
             return made
 
@@ -77,8 +77,11 @@ def _observe(optimizer: torch.optim.Optimizer) -> Generator[None, None, str]:
     return f"{NOT_CHECKED}: the optimizer did not update the parameters in this step"
 
 
-def _fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Switches to the fused kernels, also after a checkpoint is loaded. What is saved holds the options of the task."""
+def _fuse(optimizer: torch.optim.Optimizer, leaves_scale: bool = True) -> None:
+    """Switches to the fused kernels, also after a checkpoint is loaded. What is saved holds the options of the task.
+
+    ``leaves_scale``: the kernel divides by the scale of the loss, which a script's own loop does before.
+    """
     own = [{name: group[name] for name in ("fused", "foreach")} for group in optimizer.param_groups]
 
     def restore_options(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
@@ -86,18 +89,20 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
         groups = [group | before for group, before in zip(saved["param_groups"], options, strict=True)]
         return {**saved, "param_groups": groups}
 
-    _switch_on(optimizer)
-    optimizer.register_load_state_dict_post_hook(_switch_on)
+    switch_on = partial(_switch_on, leaves_scale=leaves_scale)
+    switch_on(optimizer)
+    optimizer.register_load_state_dict_post_hook(switch_on)
     optimizer.register_state_dict_post_hook(restore_options)
     follow_strides(optimizer)
     if type(optimizer) is torch.optim.SGD:
         optimizer.register_step_pre_hook(start_late_momentum)
 
 
-def _switch_on(optimizer: torch.optim.Optimizer) -> None:
+def _switch_on(optimizer: torch.optim.Optimizer, leaves_scale: bool) -> None:
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
-    mark_fused(optimizer)
+    if leaves_scale:  # Lightning refuses to clip the gradients of such an optimizer
+        mark_fused(optimizer)
     for parameter, state in optimizer.state.items():  # Adagrad creates its state in the constructor
         if "step" in state:
             state["step"] = state["step"].to(parameter.device, torch.float32)  # as the fused kernel requires

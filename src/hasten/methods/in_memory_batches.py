@@ -114,9 +114,12 @@ class InMemoryBatches(Method):
             needed = FieldsAsNeeded(spec, batches) if reads_few and len(few) <= MAX_PREVIEWED_BATCHES else None
             fields = needed.fields if needed else current_fields()
             if fields is None:
-                yield from batches.epoch(epoch, start)
-                return
-            for group in group_batches(islice(spec.batch_sampler(epoch), start, None), fields, fetched_bytes):
+                return batches.epoch(epoch, start)
+            # the order draws now, as iter(loader) does, also if no batch is read
+            return fetched(islice(spec.batch_sampler(epoch), start, None), fields, needed)
+
+        def fetched(order: Iterator[list[int]], fields: Batch, needed: FieldsAsNeeded | None) -> Iterator[Batch]:
+            for group in group_batches(order, fields, fetched_bytes):
                 if needed:
                     few.extend(group)
                     if why := needed.read(chain.from_iterable(group)):

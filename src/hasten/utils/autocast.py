@@ -15,6 +15,8 @@ def autocast_obstacle(model: torch.nn.Module, device: torch.device, dtype: torch
     if torch.is_autocast_enabled(device.type):  # when a script calls its model for the first time
         lowered = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
         return f"the model is called under torch.autocast already, which computes in {lowered}"
+    if getattr(model, "_original_forward", None) is not None:  # accelerate sets it for mixed precision
+        return "accelerate calls the model under torch.autocast already"
     has_lstm = any(isinstance(module, torch.nn.LSTM) for module in model.modules())
     if device.type == "cpu" and has_lstm and not _lstm_runs_in(dtype):
         return f"the model has an LSTM, which this CPU cannot compute in {name}"

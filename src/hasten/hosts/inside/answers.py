@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten._torch_compat_compile import cached_compile_seconds, compile_seconds
-from hasten.hosts.inside.loaders import batch_size_of
+from hasten.hosts.inside.loaders import TRAINING, batch_size_of
 from hasten.utils.optimizers import fused_step_obstacle
 from hasten.utils.parsed_arguments import names_length, names_whole_length
 from hasten.utils.run_facts import hardware_facts, model_facts
@@ -39,7 +39,7 @@ def describe(session: Session) -> dict[str, Any]:
         "no_effect": composition.without_effect(*session.seen()) if composition else [],
         "arguments": session.arguments,
         "main": session.sites.main(),
-        "expected_steps": expected_steps(session.arguments, loaders, _batches_per_step(session)),
+        "expected_steps": loop.length or expected_steps(session.arguments, loaders, _batches_per_step(session)),
         "facts": sorted(_facts(session, loaders)),
         "samples_per_step": _samples_per_step(session, loaders),
         "device": str(session.device()),
@@ -79,6 +79,9 @@ def _facts(session: Session, loaders: Iterable[Any]) -> set[str]:
 
 def _samples_per_step(session: Session, loaders: Iterable[Any]) -> int | None:
     sizes = [size for loader in loaders if (size := batch_size_of(loader))]
+    if not sizes:  # a framework may have made and dropped them
+        records = session.sites.records.get("loaders", ())
+        sizes = [entry["batch_size"] for entry in records if entry["role"] == TRAINING and entry.get("batch_size")]
     return max(sizes) * _batches_per_step(session) if sizes else None
 
 

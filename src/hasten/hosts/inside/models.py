@@ -75,13 +75,14 @@ class ModelSeam:
         self._search(False)
         self.wanted = set()
 
-    def search_again(self, optimizer: torch.optim.Optimizer) -> None:
-        """Looks for the model of an optimizer that was made in the middle of a training, as for each fold of several.
+    def search_again(self, parameters: set[int] | None) -> None:
+        """Looks for a model that is made in the middle of a training, as for each fold of several.
 
-        It takes the place of the roots so far, which must not be kept alive.
+        It takes the place of the roots so far, which must not be kept alive. ``parameters``: ids of those of its
+        optimizer, of which it must have some; None if they are not known yet.
         """
-        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self.wanted, self.replaces_roots = (self.wanted or set()) | parameters, True
+        self.wanted = None if parameters is None else (self.wanted or set()) | parameters
+        self.replaces_roots = True
         self._search(True)
 
     def on_backward(self) -> None:
@@ -167,7 +168,9 @@ class ModelSeam:
                 self.sites.note("models", root, called=True)
             call = getattr(root, step)
             under_methods = self.wrap(root, lambda: getattr(root, step)) if self.wrap else call
-            self.adopted[id(root)] = functools.wraps(call)(self._with_evaluation_timing(root, under_methods))
+            adopted: Any = functools.wraps(call)(self._with_evaluation_timing(root, under_methods))
+            adopted.__wrapped__ = getattr(call, "__wrapped__", call)  # Lightning looks through one decorator
+            self.adopted[id(root)] = adopted
         root.__dict__[step] = self.adopted[id(root)]
 
     def _add_if_root(self, module: nn.Module) -> None:
@@ -220,9 +223,10 @@ class ModelSeam:
         phases = self.phases
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not root.training and id(root) not in self.trained_in_eval_mode:
+            trains = root.training or kwargs.get("training") is True  # Keras trains single batches in eval mode
+            if not trains and id(root) not in self.trained_in_eval_mode:
                 return self._evaluate(root, call, args, kwargs)
-            if self.began is not None and root.training:
+            if self.began is not None and trains:
                 self.end_evaluation()
             if not phases.running:
                 return call(*args, **kwargs)

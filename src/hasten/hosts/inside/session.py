@@ -90,6 +90,7 @@ class Session:
         self._install(spec["sites"] or {})
         self.declared: dict[str, str] = {}  # name of a metric that ``hasten.attach`` was given -> "min", "max" or ""
         self.loop = FrameworkLoop(self.steps, self.models)
+        self.loop.new_model = self._after_new_model
         if self.composition:
             self.loop.in_float64 = self.composition.in_float64
             self.loop.no_torch_optimizer = self.composition.note_no_torch_optimizer
@@ -277,15 +278,27 @@ class Session:
 
     def _after_new_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Searches for the root of an optimizer made after the first steps, as in each fold; MAX_SEARCHES times."""
-        is_watched = self.composition is not None or not self.is_real
-        if not self.steps.active or self.steps.count < ROOT_SEARCH_STEPS or not is_watched:
+        if not self._is_in_training():
             return
         if self.composition:
             self.composition.expected = optimizer
-        if self.searches < MAX_SEARCHES and not self.models.adopted:
+        if not self.models.adopted:
+            self._search_again({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
+
+    def _after_new_model(self) -> None:
+        """Searches for the root that a framework trains from here on, as in each fold."""
+        if self._is_in_training():
+            self._search_again(None)
+
+    def _is_in_training(self) -> bool:
+        is_watched = self.composition is not None or not self.is_real
+        return self.steps.active and self.steps.count >= ROOT_SEARCH_STEPS and is_watched
+
+    def _search_again(self, parameters: set[int] | None) -> None:
+        if self.searches < MAX_SEARCHES:
             self.searches += 1
             self.search_until, self.steps.on_step = self.steps.count + ROOT_SEARCH_STEPS, self._after_step
-            self.models.search_again(optimizer)
+            self.models.search_again(parameters)
 
     def _refuse_closure(self, optimizer: torch.optim.Optimizer) -> None:
         self.composition.gave_up = True

@@ -48,6 +48,7 @@ class StepSeam:
         self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()  # that have updated, in this order
         self.has_optimizer = False  # that may be used
         self.updating: int | None = None  # id of the optimizer whose step runs now
+        self.closures_are_batches = False  # whether a framework passes the computation of a batch as the closure
         self.long: set[int] = set()  # ids of optimizers in whose step each backward pass is one
         self.inside, self.passes, self.began, self.times_updates = False, 0, None, False
         self.has_begun = False  # the training: a gradient was computed
@@ -171,7 +172,8 @@ class StepSeam:
             if not self.active:
                 return original(optimizer, *args, **kwargs)
             closure = kwargs.get("closure", args[0] if args else None)
-            has_gradients = closure is not None and self.passes > 0 and not _is_of_torch(original)
+            may_be_foreign = closure is not None and not self.closures_are_batches
+            has_gradients = may_be_foreign and self.passes > 0 and not _is_of_torch(original)
             if has_gradients:  # such as SAM, which calls it at other weights
                 self.on_foreign_closure(optimizer)
             if closure is None or has_gradients or isinstance(optimizer, torch.optim.LBFGS):

@@ -41,6 +41,8 @@ class FrameworkLoop:
         monitor: (name, "min" or "max") of the metric by which the script chooses checkpoints or stops; None if it
             names none.
         logged: (time of ``time.perf_counter``, name, value, whether the model was in evaluation) of each metric.
+        length: Steps of the training that the framework has begun; None if it does not say.
+        new_model: Called before another model is trained, as in each fold.
         no_torch_optimizer: Called with the reason at the first update of an optimizer that methods cannot change.
     """
 
@@ -49,6 +51,8 @@ class FrameworkLoop:
         self.no_torch_optimizer: Callable[[str], None] = lambda why: None
         self.facts: set[str] = set()
         self.trainer: Any = None
+        self.length: int | None = None
+        self.new_model: Callable[[], None] = lambda: None
         self.has_optimizer = False
         self.monitor: tuple[str, str] | None = None
         self.logged: list[tuple[float, str, float, bool]] = []
@@ -70,3 +74,4 @@ class FrameworkLoop:
         """Notes the value of a metric on held-out data; a value that is not a number is ignored."""
         with suppress(TypeError, ValueError, RuntimeError):
             self.logged.append((time.perf_counter(), name, float(value), True))
+            self.models.has_logged = True  # so that the marks of this evaluation stay

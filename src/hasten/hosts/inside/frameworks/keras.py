@@ -38,6 +38,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
     loop.models.is_symbolic = lambda args, kwargs: in_stateless_scope() or any_symbolic_tensors(args, kwargs)
     trainer = module.TorchTrainer
     optimizer.apply = _counted(optimizer.apply, loop)
+    replaces(lists, "on_train_begin")(partial(_note_length, loop))
     replaces(lists, "on_epoch_end")(partial(_report_epoch, loop))
     replaces(trainer, "fit")(partial(_note_fit, loop))
     optimizer.__init__ = _taken(optimizer.__init__, None, loop)
@@ -73,6 +74,8 @@ def _note_fit(loop: FrameworkLoop, original: Any, model: Any, *args: Any, **kwar
     loop.steps.has_optimizer = True  # so that a backward pass ends no step
     if any(hasattr(layer, "cell") for layer in model._flatten_layers()):
         loop.facts.add("keras_rnn")
+    if all(model is not root for root in loop.models.roots):
+        loop.new_model()
     return original(model, *args, **kwargs)
 
 
@@ -125,6 +128,12 @@ def _counted(original: Any, loop: FrameworkLoop) -> Any:
     return apply
 
 
+def _note_length(loop: FrameworkLoop, original: Any, callbacks: Any, *args: Any, **kwargs: Any) -> Any:
+    steps, epochs = (callbacks.params.get(name) for name in ("steps", "epochs"))
+    loop.length = steps * epochs if steps and epochs else None
+    return original(callbacks, *args, **kwargs)
+
+
 def _report_epoch(loop: FrameworkLoop, original: Any, callbacks: Any, epoch: int, logs: Any = None) -> Any:
     """``CallbackList.on_epoch_end``, whose logs hold the metrics of the validation."""
     held_out = [name for name in logs or () if name.startswith("val_")]
@@ -137,9 +146,13 @@ def _report_epoch(loop: FrameworkLoop, original: Any, callbacks: Any, epoch: int
 
 
 def _monitor(callbacks: list[Any], held_out: list[str]) -> tuple[str, str] | None:
-    """(metric that a checkpoint or early-stopping callback monitors, "max" or "min"); None if none of ``held_out``."""
+    """(metric by which a callback chooses weights or stops, "max" or "min"); None if none of ``held_out``.
+
+    A checkpoint of every epoch, and one that lowers the learning rate, have a monitor by default and choose nothing.
+    """
     for callback in callbacks:
         is_better = getattr(callback, "monitor_op", None)
-        if getattr(callback, "monitor", None) in held_out and is_better is not None:
+        chooses = getattr(callback, "save_best_only", hasattr(callback, "restore_best_weights"))
+        if chooses and getattr(callback, "monitor", None) in held_out and is_better is not None:
             return callback.monitor, "max" if is_better(1.0, 0.0) else "min"
     return None

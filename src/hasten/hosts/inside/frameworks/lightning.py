@@ -6,6 +6,8 @@ check before the first step is not an evaluation.
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hasten.hosts.inside.replace import replaces
@@ -19,6 +21,7 @@ BATCH_HOOK = "on_after_batch_transfer"  # of a LightningModule
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
     """Adds a callback for ``loop`` to each Trainer; ``module`` is Lightning's ``trainer.trainer``."""
+    loop.steps.closures_are_batches = True
 
     class LightningCallback(module.Callback):
         """Reports to hasten what Lightning does; changes nothing."""
@@ -27,10 +30,16 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
             self.in_training, self.held_out = set[str](), set[str]()  # names of metrics; the first one that logs counts
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            loop.trainer = trainer
-            loop.models.adopt(pl_module, "training_step")
+            loop.trainer, plugin = trainer, trainer.precision_plugin
+            is_mixed = hasattr(plugin, "autocast_context_manager")
+            with plugin.train_step_context() if is_mixed else nullcontext():  # methods see the precision of the step
+                loop.models.adopt(pl_module, "training_step")
             if loop.in_float64:
                 _read_in_float64(pl_module)
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            steps = trainer.estimated_stepping_batches
+            loop.length = int(steps) if 0 < steps < math.inf else None
 
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
             if not trainer.sanity_checking:

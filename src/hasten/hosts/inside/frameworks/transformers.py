@@ -28,7 +28,7 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
             self.trainer = trainer
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            loop.trainer = self.trainer
+            loop.trainer, loop.length = self.trainer, state.max_steps
             if getattr(args, "logging_nan_inf_filter", False):
                 loop.facts.add("loss_nan_filter")
 
