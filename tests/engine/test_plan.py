@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from itertools import permutations
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,17 +142,12 @@ def on_a_plateau(model):
     return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 
-def with_a_bare_schedule(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1), SimpleNamespace(step=lambda: None)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model": lambda: "no module"}, "must return an nn.Module; it returned a str"),
         ({"model": torch.nn.ReLU}, "no parameters to train"),
         ({"optimizer": lambda model: None}, "must return a torch optimizer"),
-        ({"optimizer": with_a_bare_schedule}, "a SimpleNamespace, has no state_dict and load_state_dict"),
         ({"optimizer": on_a_plateau}, "ReduceLROnPlateau waits for the metric of the task, accuracy; give it mode"),
         ({"optimizer": on_a_plateau, "validation_data": None}, "ReduceLROnPlateau waits for a metric; give Task"),
         ({"train_data": []}, r"Task\(train_data=\) is empty"),

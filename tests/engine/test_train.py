@@ -7,6 +7,7 @@ import signal
 import time
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -324,6 +325,17 @@ def test_loss_and_scores_of_a_model_may_come_in_either_order():
 def test_dropout_of_a_model_that_is_left_in_evaluation_mode_is_named():
     with pytest.warns(HastenWarning, match="Sequential of the model is in evaluation mode.*its dropout does nothing"):
         train(engine_tasks.task(engine_tasks.Augmented(), model=lambda: engine_tasks.model().eval()))
+
+
+def with_a_bare_schedule(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1), SimpleNamespace(step=lambda: None)
+
+
+def test_schedule_without_a_state_is_refused_where_a_checkpoint_needs_it(tmp_path):
+    task = engine_tasks.task(engine_tasks.Augmented(), optimizer=with_a_bare_schedule)
+    assert train(task)["steps"] == 12
+    with pytest.raises(ConfigurationError, match="a SimpleNamespace, has no state_dict and load_state_dict"):
+        train(task, out=tmp_path / "run")
 
 
 def test_exhausted_generator_is_reported():

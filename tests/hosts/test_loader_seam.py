@@ -134,6 +134,22 @@ def test_backward_pass_after_an_evaluation_is_not_that_of_its_loader(under):
     assert seam.on_backward() is None
 
 
+@pytest.mark.parametrize("is_marked", [True, False], ids=["eval", "no_grad"])
+def test_validation_after_every_step_is_no_training(under, is_marked):
+    """Where one batch holds all samples, or a step of LBFGS reads them all."""
+    seam, evaluating = under("in_memory_batches", roles={}), [False]
+    seam.is_evaluating = lambda: evaluating[0]
+    training, validation = (DataLoader(Shifted(), batch_size=40) for _ in range(2))
+    for _ in range(3):
+        next(iter(training))
+        evaluating[0] = False
+        seam.on_backward()
+        with torch.set_grad_enabled(is_marked):
+            for _ in validation:
+                evaluating[0] = is_marked  # once the model is called
+    assert seam.sites.of(validation)["role"] == "evaluation"
+
+
 def test_epoch_that_is_never_read_draws_as_in_torch(under):
     """Keras makes one iterator too many at each end of an epoch."""
 

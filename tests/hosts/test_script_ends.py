@@ -183,11 +183,17 @@ def test_evaluations_of_a_model_that_stays_in_training_mode_lie_where_they_were(
         .read_text()
         .replace("optimizer.step()", "optimizer.step()\n    print('val loss', 1 / (step + 1))")
     )
-    (tmp_path / "train.py").write_text("import time; time.sleep(0.5)" + text.replace('print("val loss 0.5")', ""))
+    (tmp_path / "train.py").write_text(text.replace('print("val loss 0.5")', ""))
     run = ScriptTrial(ref).run()
     steps = [row["step"] for row in run["evaluations"]]
     assert run["steps"] == 60 and steps == sorted(steps) and 0 < steps[-1] <= 60
-    assert run["evaluations"][0]["seconds"] > 0.5 and steps[0] < 20, "all that the command does is a part of its run"
+
+
+def test_all_that_a_command_does_is_a_part_of_its_run(tmp_path):
+    """Also what it does before it imports torch."""
+    ref = written(tmp_path, 20, second="print('val loss 0.9')")
+    (tmp_path / "train.py").write_text("import time; time.sleep(3)" + (tmp_path / "train.py").read_text())
+    assert ScriptTrial(ref).run()["seconds"] > 3
 
 
 def test_script_that_writes_much_before_its_first_step_gets_a_warning(tmp_path):

@@ -271,7 +271,8 @@ def test_command_that_hides_hasten_from_its_training_is_refused_with_the_reason(
 
 def test_evaluations_of_a_script_that_prints_into_a_pipe_lie_where_they_were(tmp_path):
     (tmp_path / "run.sh").write_text(f"{sys.executable} tensors.py 3 2>&1 | tee log.txt")
-    (tmp_path / "tensors.py").write_text((SCRIPTS / "tensors.py").read_text().replace("test accuracy", "accuracy"))
+    text = (SCRIPTS / "tensors.py").read_text() + "    import time\n    time.sleep(0.1)  # for tee\n"
+    (tmp_path / "tensors.py").write_text(text)
     run = ScriptTrial(ScriptRef.of_command(["bash", "run.sh"], directory=str(tmp_path))).run()
     steps = [row["step"] for row in run["evaluations"]]
     assert steps == [128, 256, 384]

@@ -37,12 +37,19 @@ def test_list_of_images_is_as_many_samples():
         ((torch.zeros(7, 4, 2), torch.zeros(4)), 4),  # time comes first, as pad_sequence returns it
         ((torch.zeros(30), torch.zeros(4), torch.zeros(4)), 4),  # tokens, offsets and labels of an EmbeddingBag
         ((torch.zeros(20, 8), torch.zeros(160)), 20),  # the next letter of each letter
+        ((torch.zeros(1, 8), torch.zeros(8)), 1),  # the same of one sample
         (((torch.zeros(3, 8, 8),) * 5, ({"boxes": torch.zeros(1, 4)},) * 5), 5),  # of detection
     ],
-    ids=["time-first", "bag", "letters", "detection"],
+    ids=["time-first", "bag", "letters", "one-sample", "detection"],
 )
 def test_samples_are_counted_by_their_labels(batch, samples):
     assert batch_size(batch) == samples
+
+
+def test_images_and_targets_in_tuples_are_cut_together():
+    first, second = chunk_batch((tuple(IMAGES), tuple(BOXES)), 2)
+    assert first == (tuple(IMAGES[:3]), tuple(BOXES[:3])) or [len(part) for part in first] == [3, 3]
+    assert second[0][0] is IMAGES[3] and second[1][0] is BOXES[3]
 
 
 def test_inputs_of_a_model_with_several_are_cut_each():

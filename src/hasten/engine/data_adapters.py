@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from types import GeneratorType
 from typing import Any, cast
 
 import torch
@@ -123,6 +124,8 @@ def training(
 
 def _with_set_epoch(batches: BatchSource, data: Any) -> BatchSource:
     """Batches before whose epochs the data, and their samplers, are told which epoch it is, as in a loop by hand."""
+    if is_prebatched(data) and not isinstance(data, DataLoader):
+        return batches  # a pipeline is asked for each epoch by its number
     owners = [data, *(getattr(data, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
     calls: list[Callable[[int], Any]] = [
         owner.set_epoch for owner in owners if callable(getattr(owner, "set_epoch", 0))
@@ -231,7 +234,7 @@ def in_sequence(length: int, batch_size: int) -> Callable[[int], Iterable[list[i
 
 def _load(given: Any, field: str) -> Any:
     data: Any = given() if is_factory(given) else given
-    if is_factory(given) and hasattr(data, "__next__") and not hasattr(data, "__getitem__"):
+    if is_factory(given) and isinstance(data, GeneratorType):
         data = _Restarted(given)
     has_samples = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     if isinstance(data, (str, bytes, dict)) or not has_samples:

@@ -42,11 +42,13 @@ class NamedMetric:
 
 
 def logits_of(output: Any) -> Any:
-    """The scores in a model's output: itself, its ``logits``, or the first tensor of a tuple that is no loss;
-    ConfigurationError for a dict without any.
+    """The scores in a model's output: itself, its ``logits``, or those beside a loss in a tuple; ConfigurationError for
+    a dict without any.
     """
     if isinstance(output, (tuple, list)) and not hasattr(output, "logits"):
-        return next((item for item in output if isinstance(item, torch.Tensor) and item.ndim), output)
+        tensors = [item for item in output if isinstance(item, torch.Tensor)]
+        has_loss = any(not item.ndim for item in tensors)
+        return next((item for item in tensors if item.ndim), output) if has_loss else output
     if not isinstance(output, dict):
         return getattr(output, "logits", output)
     entries = cast(dict[str, Any], output)

@@ -43,12 +43,16 @@ def build_optimizer(task: Task, fold: Callable[[str, Any], Any], run: RunContext
     if schedule is not None and not hasattr(schedule, "step"):
         kind = type(schedule).__name__
         raise ConfigurationError(f"Task(optimizer=) must return {pair}; it returned a {kind} as the schedule")
+    return cast(Any, optimizer), schedule
+
+
+def check_schedule_state(schedule: Any) -> None:
+    """ConfigurationError if a schedule, or one of several, has no state to save in a checkpoint."""
     for one in getattr(schedule, "schedules", [schedule] if schedule is not None else []):
         if not all(hasattr(one, name) for name in STATE):
             what = f"the schedule of Task(optimizer=), a {type(one).__name__}, has no state_dict and load_state_dict"
             advice = "without which no run can be resumed; add both, or derive it from torch's LRScheduler"
             raise ConfigurationError(f"{what}, {advice}")
-    return cast(Any, optimizer), schedule
 
 
 def _noting_plateau(make_optimizer: OptimizerFactory, task: Task, run: RunContext) -> OptimizerFactory:

@@ -32,6 +32,7 @@ from hasten.engine.forward import dropout_that_is_off
 from hasten.engine.memory import reset_peak_memory
 from hasten.engine.metrics import higher_is_better
 from hasten.engine.observers import Observer
+from hasten.engine.optimizer import check_schedule_state
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import default_methods, make_method, make_methods, method_class
 from hasten.engine.run_dir import RunDirectory
@@ -125,6 +126,7 @@ def train(
             program.effects.require_effect = require_effect
             if out is not None:
                 check_exportable(program.run.unwrapped_model.state_dict())
+                check_schedule_state(program.schedule)
             if program.plan.steps is None:
                 _warn(ranks, NO_LENGTH)
             if name := dropout_that_is_off(program.run.unwrapped_model):

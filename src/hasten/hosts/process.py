@@ -155,11 +155,11 @@ class ScriptProcess:
         if not wait([self.listener, self.exit], seconds_to_wait(None, soonest) if soonest else None):
             self.kill()
             self._raise_reported()
-            if not (self.directory / STARTED).exists():
-                raise ConfigurationError(f"{self.script.command} {NOT_LOADED}")
             if known_sites(self.script) is not None:  # it does train
                 seconds_to_wait(None, deadline)
                 raise timeout_error(timeout)
+            if not (self.directory / STARTED).exists():
+                raise ConfigurationError(f"{self.script.command} {NOT_LOADED}, or has not started it yet")
             raise ConfigurationError(
                 f"{self.script.name} did not train within {time.monotonic() - self.began:.0f} s, its part of the "
                 "budget: no backward pass; give a larger --budget, or a command that trains"

@@ -70,8 +70,9 @@ def batch_size(batch: Batch) -> int:
         if len(labels) != 1 or labels[0] == shape[0]:
             return shape[0]  # the usual case, fast
         # one label for each sample, and before them time comes first, or the tokens of all samples lie in one row
-        is_labeled = labels == shape[1:2] or any(getattr(item, "shape", ())[:1] == labels for item in batch[1:-1])
-        return labels[0] if is_labeled else shape[0]
+        is_time_first = shape[0] > 1 and labels == shape[1:2]
+        is_bag = any(getattr(item, "shape", ())[:1] == labels for item in batch[1:-1])
+        return labels[0] if is_time_first or is_bag else shape[0]
     if is_graph(batch):
         return num_seeds(batch)
     is_sequence = isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence)
@@ -129,7 +130,7 @@ def chunk_batch(batch: Batch, count: int) -> list[Batch]:
 
     def is_list_of_samples(node: Any) -> bool:
         """Images of different sizes, or targets of detection; not the inputs of a model with several."""
-        if type(node) is not list or len(node) != total or node is batch:
+        if type(node) not in (list, tuple) or len(node) != total or node is batch:
             return False
         if all(map(has_all, node)):  # inputs, unless they are as many images as each has channels
             return len({item.shape for item in node}) > 1 and node[0].ndim == 3

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hasten._torch_compat import patch_loader_iterator, patch_next_batch, swap_persistent_iterator
@@ -85,12 +86,14 @@ class LoaderSeam:
         """Notes that the script has read a batch of a loader."""
         self.unread = self.unread + 1 if record is self.last else 1
         self.last = record
-        if not self.is_evaluating():
+        if torch.is_grad_enabled() and not self.is_evaluating():
             self.since[record["site"]] = record
 
     def note_end(self) -> None:
         """Notes the end of an epoch; a backward pass that follows an evaluation is not that of its batches."""
         if self.is_evaluating():
+            if self.last is not None:  # its first batch was read before the evaluation began
+                self.since.pop(self.last["site"], None)
             self.last, self.unread = None, 0
 
     def attach(self, loader: Any) -> Any:

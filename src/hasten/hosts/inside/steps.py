@@ -48,7 +48,6 @@ class StepSeam:
         self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()  # that have updated, in this order
         self.has_optimizer = False  # that may be used
         self.updating: int | None = None  # id of the optimizer whose step runs now
-        self.closures_are_batches = False  # whether a framework passes the computation of a batch as the closure
         self.long: set[int] = set()  # ids of optimizers in whose step each backward pass is one
         self.inside, self.passes, self.began, self.times_updates = False, 0, None, False
         self.has_begun = False  # the training: a gradient was computed
@@ -172,12 +171,11 @@ class StepSeam:
             if not self.active:
                 return original(optimizer, *args, **kwargs)
             closure = kwargs.get("closure", args[0] if args else None)
-            may_be_foreign = closure is not None and not self.closures_are_batches
-            has_gradients = may_be_foreign and self.passes > 0 and not _is_of_torch(original)
-            if has_gradients:  # such as SAM, which calls it at other weights
-                self.on_foreign_closure(optimizer)
-            if closure is None or has_gradients or isinstance(optimizer, torch.optim.LBFGS):
+            if closure is None or isinstance(optimizer, torch.optim.LBFGS):
                 return update(optimizer, lambda: original(optimizer, *args, **kwargs))
+            if self.passes > 0 and not _is_of_torch(original):  # the gradients are there before it is called
+                kwargs["closure"] = self._without_gradients(closure, optimizer)
+                return update(optimizer, lambda: original(optimizer, *args[1:], **kwargs))
             with torch.enable_grad():  # the gradients must be there before methods act on them
                 losses = [closure()]
 
@@ -192,6 +190,21 @@ class StepSeam:
 
         vars(step)["under_methods"] = True
         return step
+
+    def _without_gradients(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """A closure that calls ``on_foreign_closure`` if it computes gradients, as that of SAM at other weights.
+
+        The closure that Lightning passes where the script optimizes by hand does nothing.
+        """
+
+        def call() -> Any:
+            before = self.passes
+            result = closure()
+            if self.passes != before:
+                self.on_foreign_closure(optimizer)
+            return result
+
+        return call
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

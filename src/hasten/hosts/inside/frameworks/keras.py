@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -130,7 +131,7 @@ def _counted(original: Any, loop: FrameworkLoop) -> Any:
 
 def _note_length(loop: FrameworkLoop, original: Any, callbacks: Any, *args: Any, **kwargs: Any) -> Any:
     steps, epochs = (callbacks.params.get(name) for name in ("steps", "epochs"))
-    loop.length = steps * epochs if steps and epochs else None
+    loop.length = int(steps * epochs) if steps and epochs and steps * epochs < math.inf else None
     return original(callbacks, *args, **kwargs)
 
 

@@ -21,7 +21,6 @@ BATCH_HOOK = "on_after_batch_transfer"  # of a LightningModule
 
 def watch(module: Any, loop: FrameworkLoop) -> None:
     """Adds a callback for ``loop`` to each Trainer; ``module`` is Lightning's ``trainer.trainer``."""
-    loop.steps.closures_are_batches = True
 
     class LightningCallback(module.Callback):
         """Reports to hasten what Lightning does; changes nothing."""
@@ -39,7 +38,8 @@ def watch(module: Any, loop: FrameworkLoop) -> None:
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             steps = trainer.estimated_stepping_batches
-            loop.length = int(steps) if 0 < steps < math.inf else None
+            is_known = pl_module.automatic_optimization and 0 < steps < math.inf
+            loop.length = int(steps) if is_known else None
 
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
             if not trainer.sanity_checking:
