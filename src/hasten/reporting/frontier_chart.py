@@ -179,7 +179,9 @@ def place_labels(labels: Sequence[str], points: Sequence[Point], avoided: Sequen
         placed.append(best)
         if best.distance(point) > LEADER:
             parts.insert(0, line(*point, *best.nearest(point), "leader"))
-        parts.append(text(best.left, best.bottom - 4, labels[index], "label halo"))
+        is_left = best.right < point[0]  # then it ends beside its point, however wide the letters are
+        x, kind = (best.right, "label end halo") if is_left else (best.left, "label halo")
+        parts.append(text(x, best.bottom - 4, labels[index], kind))
     return parts
 
 
