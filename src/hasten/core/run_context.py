@@ -187,7 +187,7 @@ class RunContext:
     effect_checks: dict[str, EffectCheck] = field(default_factory=dict[str, EffectCheck])
     tuned_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     parallel: ParallelContext | None = None
-    services: EngineServices = field(default_factory=EngineServices)
+    services: EngineServices = field(default_factory=lambda: EngineServices())
 
     @property
     def ranks(self) -> ProcessGroupInfo:

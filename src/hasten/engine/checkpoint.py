@@ -42,7 +42,8 @@ NUM_CHECKPOINTS = 2  # the newest, and the one before it in case the newest is d
 
 def _without_numpy(leaf: Any) -> Any:
     """A NumPy number as Python's: a learning rate that a schedule computes with NumPy would not load without code."""
-    return leaf.item() if isinstance(leaf, numpy.generic) else leaf
+    number: Any = leaf
+    return number.item() if isinstance(leaf, numpy.generic) else leaf
 
 
 class Checkpoints:

@@ -91,10 +91,12 @@ def initial_plan(task: Task) -> TrainPlan:
 
 def _samples_of(data: Any) -> int | None:
     """Samples of an epoch: those that the sampler of a DataLoader draws, which may be fewer than the dataset has."""
-    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
-        drawn = length_of(getattr(data.batch_sampler, "sampler", data.sampler))
-        return length_of(data.dataset) if drawn is None else drawn
-    return length_of(data.dataset if is_prebatched(data) else data)
+    dataset = data.dataset if is_prebatched(data) else data
+    drawn = None
+    if isinstance(data, DataLoader) and not isinstance(dataset, IterableDataset):
+        loader = cast(Any, data)
+        drawn = length_of(getattr(loader.batch_sampler, "sampler", loader.sampler))
+    return length_of(dataset) if drawn is None else drawn
 
 
 def training(
@@ -126,7 +128,10 @@ def _with_set_epoch(batches: BatchSource, data: Any) -> BatchSource:
     """Batches before whose epochs the data, and their samplers, are told which epoch it is, as in a loop by hand."""
     if is_prebatched(data) and not isinstance(data, DataLoader):
         return batches  # a pipeline is asked for each epoch by its number
-    owners = [data, *(getattr(data, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    owners: list[Any] = [
+        cast(Any, data),
+        *(getattr(data, name, None) for name in ("sampler", "batch_sampler", "dataset")),
+    ]
     calls: list[Callable[[int], Any]] = [
         owner.set_epoch for owner in owners if callable(getattr(owner, "set_epoch", 0))
     ]

@@ -48,7 +48,8 @@ def dropout_that_is_off(model: torch.nn.Module) -> str:
     """The name of a part in evaluation mode that has dropout and weights to train, as ``from_pretrained`` leaves a
     model; "" if there is none.
     """
-    for name, part in model.named_modules():
+    parts: list[tuple[str, torch.nn.Module]] = list(cast(Any, model).named_modules())
+    for name, part in parts:
         is_trained = not part.training and any(parameter.requires_grad for parameter in part.parameters())
         if is_trained and any(isinstance(module, Dropout) and module.p for module in part.modules()):
             return name or type(part).__name__

@@ -1,7 +1,7 @@
 """Metrics by name, torchmetrics metrics and plain functions, behind one accumulator."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -45,12 +45,13 @@ def logits_of(output: Any) -> Any:
     """The scores in a model's output: itself, its ``logits``, or those beside a loss in a tuple; ConfigurationError for
     a dict without any.
     """
-    if isinstance(output, (tuple, list)) and not hasattr(output, "logits"):
-        tensors = [item for item in output if isinstance(item, torch.Tensor)]
+    whole: Any = output
+    if isinstance(output, (tuple, list)) and not hasattr(whole, "logits"):
+        tensors = [item for item in cast(Sequence[Any], output) if isinstance(item, torch.Tensor)]
         has_loss = any(not item.ndim for item in tensors)
-        return next((item for item in tensors if item.ndim), output) if has_loss else output
+        return next((item for item in tensors if item.ndim), whole) if has_loss else whole
     if not isinstance(output, dict):
-        return getattr(output, "logits", output)
+        return getattr(whole, "logits", whole)
     entries = cast(dict[str, Any], output)
     if "logits" not in entries:
         keys = ", ".join(map(str, entries))
