@@ -126,15 +126,11 @@ def training(
 
 def _with_set_epoch(batches: BatchSource, data: Any) -> BatchSource:
     """Batches before whose epochs the data, and their samplers, are told which epoch it is, as in a loop by hand."""
+    source: Any = data
     if is_prebatched(data) and not isinstance(data, DataLoader):
         return batches  # a pipeline is asked for each epoch by its number
-    owners: list[Any] = [
-        cast(Any, data),
-        *(getattr(data, name, None) for name in ("sampler", "batch_sampler", "dataset")),
-    ]
-    calls: list[Callable[[int], Any]] = [
-        owner.set_epoch for owner in owners if callable(getattr(owner, "set_epoch", 0))
-    ]
+    owners: list[Any] = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    calls: list[Any] = [call for owner in owners if callable(call := getattr(owner, "set_epoch", None))]
     if not calls:
         return batches
 
