@@ -35,7 +35,7 @@ class Task:
     Attributes:
         model: ``() -> nn.Module``, called once for every run, after the seed is set.
         train_data: A map-style or iterable dataset, a DataLoader (used with its sampler, collate function and workers),
-            or a function that returns one. A map-style dataset is shuffled anew every epoch.
+            or a function that returns one, or yields batches. A map-style dataset is shuffled anew every epoch.
         validation_data: The same, for the metric; never shuffled.
         loss: ``(output, target) -> scalar``; None for a model that returns its own loss (dict batches).
         step: ``(model, batch, context) -> loss``, in place of ``loss``; see ``StepContext``. For several optimizers, a
