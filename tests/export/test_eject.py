@@ -43,6 +43,17 @@ class Fixed(Noisy):
         return torch.arange(6) / 6 + index / LENGTH, index % 3
 
 
+class Told(Fixed):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.1 * self.epoch, y
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return (Noisy()[index] for index in range(LENGTH))
@@ -90,6 +101,15 @@ def with_schedule():
 
 def with_loader():
     return usual(train_data=lambda: DataLoader(Noisy(), batch_size=8, shuffle=True, drop_last=True))
+
+
+def told_the_epoch():
+    return usual(train_data=Told())
+
+
+def with_sampler():
+    sampler = torch.utils.data.WeightedRandomSampler(torch.ones(LENGTH), 16)
+    return usual(train_data=DataLoader(Fixed(), batch_size=8, sampler=sampler))
 
 
 def with_stream():
@@ -281,6 +301,8 @@ CASES = [
     ("with_schedule", []),
     ("with_loader", []),
     ("with_stream", []),
+    ("told_the_epoch", []),
+    ("with_sampler", []),
     ("own_loss", []),
     ("without_validation", []),
     ("by_epoch", []),

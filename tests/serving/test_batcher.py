@@ -101,6 +101,15 @@ def test_request_that_the_model_cannot_compute_fails_alone():
     assert (recorded.answers[1] == 2).all() and (recorded.answers[2] == 3).all()
 
 
+def test_model_that_mixes_the_samples_of_a_batch_answers_nobody():
+    """As one whose first dimension is that of time."""
+    recorded = Recorded(lambda inputs: inputs[0][-1:], max_batch=8, max_wait=0.05)
+    for key in range(2):
+        recorded.batcher.submit(key, of(key, size=3))
+    recorded.wait_for(2)
+    assert all("1 scores for 3 samples" in str(answer) for answer in recorded.answers.values())
+
+
 def test_close_computes_what_waits():
     recorded = Recorded(max_batch=100, max_wait=60.0)
     for key in range(5):

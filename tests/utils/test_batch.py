@@ -5,6 +5,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from hasten.core.errors import RunError
+from hasten.core.run_context import TrainProgress
+from hasten.engine.forward import accumulate_gradients
 from hasten.utils.batch import batch_size, batch_tensors, chunk_batch, copy_to_device, map_tensors
 
 
@@ -44,6 +46,11 @@ def test_list_of_images_is_as_many_samples():
 )
 def test_samples_are_counted_by_their_labels(batch, samples):
     assert batch_size(batch) == samples
+
+
+def test_batch_whose_first_dimension_is_time_is_not_cut_into_microbatches():
+    with pytest.raises(RunError, match="7 rows for 4 samples"):
+        accumulate_gradients(lambda batch: batch[0].sum(), 2, TrainProgress())((torch.zeros(7, 4, 2), torch.zeros(4)))
 
 
 def test_images_and_targets_in_tuples_are_cut_together():

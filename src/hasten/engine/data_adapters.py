@@ -120,17 +120,24 @@ def training(
             if data.faults.max_rows:
                 raise ConfigurationError(ONE_PROCESS_ONLY)
             return _batches(data.shard(ranks.world_size, ranks.rank), task, batch_size, seed, training=True)
-    batches = _with_set_epoch(_batches(data, task, batch_size, seed, training=True), data)
-    return batches if log is None else shard_batches(batches, ranks, log, stages)
+    batches = _batches(data, task, batch_size, seed, training=True)
+    if log is not None:
+        batches = shard_batches(batches, ranks, log, stages)
+    return _with_set_epoch(batches, data)
+
+
+def epoch_setters(data: Any) -> list[Any]:
+    """The methods ``set_epoch`` of data, and of their samplers and dataset; a pipeline is asked by the number."""
+    source: Any = data
+    if is_prebatched(data) and not isinstance(data, DataLoader):
+        return []
+    owners: list[Any] = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    return [call for owner in owners if callable(call := getattr(owner, "set_epoch", None))]
 
 
 def _with_set_epoch(batches: BatchSource, data: Any) -> BatchSource:
     """Batches before whose epochs the data, and their samplers, are told which epoch it is, as in a loop by hand."""
-    source: Any = data
-    if is_prebatched(data) and not isinstance(data, DataLoader):
-        return batches  # a pipeline is asked for each epoch by its number
-    owners: list[Any] = [source, *(getattr(source, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
-    calls: list[Any] = [call for owner in owners if callable(call := getattr(owner, "set_epoch", None))]
+    calls = epoch_setters(data)
     if not calls:
         return batches
 

@@ -77,6 +77,12 @@ def accumulate_gradients(
 
     def accumulated(batch: Batch) -> Any:
         samples, loss = batches.batch_size(batch), 0.0
+        first = batch[0] if type(batch) in (list, tuple) else None
+        if isinstance(first, torch.Tensor) and first.ndim and first.shape[0] != samples:
+            raise RunError(
+                f"the first tensor of the batch has {first.shape[0]} rows for {samples} samples, as where time comes "
+                "first, so it cannot be cut into microbatches; leave gradient_accumulation out"
+            )
         global_samples = progress.global_batch_size
         smallest_shard = samples if global_samples < num_shards else global_samples // num_shards
         chunks = batches.chunk_batch(batch, min(microbatches, smallest_shard))

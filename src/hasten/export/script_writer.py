@@ -78,8 +78,10 @@ def generate_script(
 def _plan_arguments(program: Program) -> str:
     """The arguments of the script's ``TrainPlan(...)`` before the methods change it, as source text."""
     task, plan = program.task, data_adapters.initial_plan(program.task)
+    is_counted = isinstance(task.train_data, DataLoader)  # by its sampler, which may draw fewer than the dataset has
     data = "task.train_data.dataset" if data_adapters.is_prebatched(task.train_data) else "task.train_data"
-    samples = f", samples=len({data})" if plan.samples is not None else ""
+    number = plan.samples if is_counted else f"len({data})"
+    samples = f", samples={number}" if plan.samples is not None else ""
     interval = "evaluation" if program.plan.schedule_interval == "evaluation" else task.schedule_interval
     when = f", schedule_interval={interval!r}" if interval != "step" else ""
     length = f"epochs={plan.epochs!r}, evaluate_every={plan.evaluate_every!r}"
@@ -91,7 +93,8 @@ def _kind_of_data(data: Any) -> str:
     if data_adapters.is_prebatched(data) and not isinstance(data, DataLoader):
         return "batches"
     by_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    return "by index" if by_index and not isinstance(data, (DataLoader, IterableDataset)) else "other"
+    is_other = isinstance(data, (DataLoader, IterableDataset)) or data_adapters.epoch_setters(data)
+    return "by index" if by_index and not is_other else "other"
 
 
 def _reads_graphs(program: Program) -> bool:

@@ -161,6 +161,8 @@ class Batcher:
             step = self.settings.max_batch  # of a single large request, too
             chunks = [tuple(array[i : i + step] for array in inputs) for i in range(0, sum(sizes), step)]
             scores = numpy.concatenate([self.compute(chunk) for chunk in chunks])
+            if len(scores) != sum(sizes):  # dimension 0 is not that of the samples: clients would get those of others
+                raise ValueError(f"the model returned {len(scores)} scores for {sum(sizes)} samples")
             parts = numpy.split(scores, numpy.cumsum(sizes)[:-1])
             answers: list[tuple[Any, Any]] = [(request.key, part) for request, part in zip(batch, parts, strict=True)]
         except Exception as error:  # an answer for every request, whatever the model does
