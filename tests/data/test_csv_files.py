@@ -126,3 +126,15 @@ def test_csv_with_another_delimiter_is_not_a_bad_row(tmp_path):
         r"the delimiter",
     ):
         csv(tmp_path)
+
+
+def test_csv_text_that_is_not_utf_8_is_refused_with_its_column(tmp_path):
+    (tmp_path / "t.csv").write_bytes("n,city\n1,Köln\n2,Bonn\n".encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=r"column 'city' is not UTF-8"):
+        csv(tmp_path / "t.csv")
+
+
+def test_csv_without_a_header_is_told_how_to_name_its_columns(tmp_path):
+    (tmp_path / "t.csv").write_text("5,0,0\n4,0,1\n")
+    with pytest.raises(ConfigurationError, match=r"two columns named '0'; rename one, or .* pass csv\(header="):
+        csv(tmp_path / "t.csv")

@@ -240,3 +240,21 @@ def test_table_of_remote_files_reads_rows_in_any_order():
     ):
         x, y = source.read(ANY_ORDER)
         assert x[:, 0].tolist() == ANY_ORDER.tolist() and y.tolist() == (ANY_ORDER % 7).tolist()
+
+
+def test_columns_in_the_names_of_directories_are_named(tmp_path):
+    """As pandas and Spark write with ``partition_cols``."""
+    for year in (2020, 2021):
+        (tmp_path / f"year={year}").mkdir()
+        arrow_parquet.write_table(numbers(20), tmp_path / f"year={year}" / "x.parquet")
+    with pytest.warns(HastenWarning, match="the names of directories hold values of 'year'"):
+        parquet(tmp_path)
+
+
+def test_arrow_stream_is_named(tmp_path):
+    """As the ``datasets`` of Hugging Face store them."""
+    table = numbers(20)
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(ConfigurationError, match="is an Arrow stream, which cannot be read by row number"):
+        feather(tmp_path)

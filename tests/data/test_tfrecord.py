@@ -214,3 +214,11 @@ def test_fingerprint_follows_file_and_options(tmp_path):
     assert all_features != part and all_features == tfrecord(tmp_path).source.fingerprint()
     written(tmp_path / "a.tfrecord", 101)
     assert all_features != tfrecord(tmp_path).source.fingerprint()
+
+
+def test_sequence_example_is_refused(tmp_path):
+    """Its context would be read as an Example, and its sequences lost."""
+    sequences = b"\x12\x05\x0a\x03\x0a\x01a"  # field 2: a feature list named "a"
+    (tmp_path / "a.tfrecord").write_bytes(frame_records([encode_example({"id": 1}) + sequences] * 4))
+    with pytest.raises(ConfigurationError, match="it is a SequenceExample"):
+        tfrecord(tmp_path)

@@ -206,3 +206,11 @@ def test_convert_expands_the_home_directory(tmp_path, monkeypatch):
     for out in ("~/in/out", tmp_path / "in" / "out"):
         with pytest.raises(ConfigurationError, match="where it would be read as a part of the original"):
             convert("~/in", out, to="webdataset")
+
+
+def test_stray_image_does_not_cost_all_labels(tmp_path):
+    data = write_images(tmp_path / "in", 4)
+    (data / "preview.jpg").write_bytes(next((data / "cat").iterdir()).read_bytes())
+    with pytest.raises(ConfigurationError, match=r"preview\.jpg is in no directory"):
+        convert(data, tmp_path / "out", to="webdataset")
+    assert not (tmp_path / "out").exists()

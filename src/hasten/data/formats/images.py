@@ -25,7 +25,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 class NoClassDirectoryError(ConfigurationError):
-    """An image is in no directory that could be its class."""
+    """No image is in a directory that could be its class."""
 
 
 def images(
@@ -153,14 +153,15 @@ def _blame_file(path: str) -> Iterator[None]:
 
 def _label_by_directory(files: FileList) -> tuple[list[str], torch.Tensor]:
     """Returns (sorted class names, index of each file's class, int64). The class is the first directory below the root,
-    or, without a root, the file's own directory; NoClassDirectoryError if a file has none.
+    or, without a root, the file's own directory; ConfigurationError if a file has none, NoClassDirectoryError if all.
     """
     part = 0 if files.root else -1
     names = [directory.split("/")[part] for directory in files.directories]
     if "" in names:
         example = files.relative_path(int((files.parents == names.index("")).argmax()))
         advice = "pass labels=None, or labels={file name: number}"
-        raise NoClassDirectoryError(f"{example} is in no directory that could be its class; {advice}")
+        kind = ConfigurationError if any(names) else NoClassDirectoryError  # one stray file must not cost all labels
+        raise kind(f"{example} is in no directory that could be its class; move it into one, or {advice}")
     classes = sorted(set(names))
     index_of = {name: index for index, name in enumerate(classes)}
     indices = numpy.array([index_of[name] for name in names])

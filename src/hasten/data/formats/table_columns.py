@@ -172,6 +172,8 @@ def to_numbers(array: Any, fill: Any, name: str, where: str) -> numpy.ndarray:
 def _to_plain_array(array: Any) -> Any:
     """Returns a column, which may have several chunks, as one array of its plain type."""
     if isinstance(array, pa.ChunkedArray):
+        if types.is_string(array.type) or types.is_binary(array.type):  # 32-bit offsets end at 2 GB
+            array = array.cast(plain(array.type))
         array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
     if isinstance(array, pa.RunEndEncodedArray):
         array = compute.run_end_decode(array)  # pyright: ignore[reportAttributeAccessIssue]

@@ -27,6 +27,7 @@ from hasten.data.validation import check_names
 MEMORY_FRACTION = 1 / 4  # of the free memory, for one table
 MAX_ROWS = 1 << 48  # of a file
 MAX_BAD_LINES = 100_000  # of a CSV file; with more the file is read wrongly, and every bad line takes memory
+STREAM = b"\xff\xff\xff\xff"  # begins an Arrow stream, as Hugging Face's datasets store them
 MISREAD = "are the delimiter and the header right?"
 NO_DELIMITERS = ("\n", "\r", '"', "\0")  # characters that cannot separate the fields of a CSV file
 
@@ -89,6 +90,9 @@ class Feather(_ArrowFormat):
         from pyarrow.ipc import MessageReader, read_record_batch
 
         with opened_arrow(path, mapped=True) as file, _translate_errors(path, self.name):
+            if file.read(4) == STREAM:
+                advice = "store it as Parquet (dataset.to_parquet) or with pyarrow.ipc.new_file"
+                raise FileMissingError(f"{path} is an Arrow stream, which cannot be read by row number; {advice}")
             schema = self._open(path).schema
             file.seek(8)  # between the magic string and the footer the file is a stream of messages
             batches = (message for message in MessageReader.open_stream(file) if message.type == "record batch")
@@ -177,6 +181,8 @@ class Csv:
         with _decompressed(path) as file:
             table = read_csv(file, read_options, ParseOptions(delimiter=delimiter, **parsing))
             _ = table.schema.names  # raises here if they are not UTF-8
+            if damaged := next((field.name for field in table.schema if str(field.type) == "binary"), None):
+                raise ValueError(f"column {damaged!r} is not UTF-8")  # Arrow takes such text for bytes
             return table
 
     def _bad_rows(self, path: str, skipped: list, good: int) -> dict[int, str]:

@@ -147,7 +147,7 @@ def _common_types(schemas: Mapping[str, Any], wanted: list[str] | None, guessed:
         if schema in seen:
             continue
         seen.add(schema)
-        types = _types(schema, wanted, path)
+        types = _types(schema, wanted, path, guessed)
         common = common or dict(types)
         for name in dict.fromkeys([*common, *types]):
             if name not in types or name not in common:
@@ -168,11 +168,12 @@ def _columns(schema: Any) -> list[str]:
     return [name for name in schema.names if not PANDAS_INDEX.fullmatch(name)]
 
 
-def _types(schema: Any, wanted: list[str] | None, path: str) -> dict[str, Any]:
+def _types(schema: Any, wanted: list[str] | None, path: str, guessed: bool) -> dict[str, Any]:
     names = _columns(schema) if wanted is None else [name for name in schema.names if name in wanted]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise ConfigurationError(f"{path} has two columns named {repeated!r}; rename one")
+        advice = ", or if its first line holds values, pass csv(header=[names])" if guessed else ""
+        raise ConfigurationError(f"{path} has two columns named {repeated!r}; rename one{advice}")
     return {name: plain(schema.field(name).type) for name in names}
 
 

@@ -37,6 +37,14 @@ MAX_DECODE_RATIO = 4  # rows decoded for each row returned, before a warning
 CONCURRENT_CHUNKS = 4  # decoded at a time, at most
 
 
+def _warn_of_partitions(files: list[str], columns: list[str]) -> None:
+    """Warns of columns that pandas and Spark have stored in the names of directories, as in ``year=2020/x.parquet``."""
+    parts = {part.partition("=")[0] for file in files for part in file.split("/")[:-1] if "=" in part}
+    if lost := sorted(parts.difference(columns)):
+        what = f"the names of directories hold values of {', '.join(map(repr, lost))} ({files[0]}), which are not read"
+        warnings.warn(f"{what}; write the files again with these columns in them", HastenWarning, stacklevel=5)
+
+
 class Table(Source):
     """A data source over the rows of table files of one format.
 
@@ -65,6 +73,7 @@ class Table(Source):
         if len(self.lost) == len(files):
             raise FileMissingError(self.lost[files[0]])
         schemas = {file: entry.schema for file, entry in metadata.items() if entry.schema is not None}
+        _warn_of_partitions(files, next(iter(schemas.values())).names)
         self._guessed_types = form.name == "CSV"
         self._layout = Layout.of(schemas, columns, target, self._guessed_types)
         if classes is not None and not self._layout.has_classes:

@@ -16,6 +16,7 @@ from hasten.data.validation import check_shape
 
 # of one message: feature name -> ("bytes", "float", "int64" or None, number of values)
 Summary = dict[str, tuple[str | None, int]]
+FEATURE_LISTS = 2  # number of the field of a SequenceExample that holds its sequences
 
 # example.proto and feature.proto of TensorFlow, as a FileDescriptorProto
 # https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto
@@ -83,8 +84,13 @@ def summarize_example(message: bytes) -> Summary:
     """Returns the kind and the number of values of each feature of a message; ValueError if the bytes are not an
     Example.
     """
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
     summary: Summary = {}
-    for name, feature in sorted(_parse(message).features.feature.items()):
+    example = _parse(message)
+    if any(field.field_number == FEATURE_LISTS for field in UnknownFieldSet(example)):
+        raise ValueError("it is a SequenceExample, whose feature lists are not supported; store them as features")
+    for name, feature in sorted(example.features.feature.items()):
         field = feature.WhichOneof("kind")
         summary[name] = (field.removesuffix("_list"), len(getattr(feature, field).value)) if field else (None, 0)
     return summary
