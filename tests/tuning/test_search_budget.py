@@ -15,7 +15,7 @@ from hasten.engine.tasks import TaskRef
 from hasten.tuning import systems_stage
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.candidates import Candidates, MethodSelection, candidates_for, strong_baselines
-from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding, frontier, recommended
+from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding, frontier, gain_of, recommended
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import Study
 from hasten.tuning.systems import Incumbents, candidate, confirm_speed, try_compositions
@@ -73,6 +73,14 @@ def test_default_budget_follows_the_estimate_of_the_diagnosis():
     with pytest.warns(ProgressWarning, match="may take 5 min"):
         _correct_estimate(study, state, 300.0, None)
     assert study.budget.total == 300.0, "a budget that the user gives"
+
+
+def test_recipe_whose_whole_training_surely_takes_longer_is_not_faster():
+    """It reaches the target sooner, and trains on as long as before in slower steps."""
+    sooner = Ratio(1.33, 1.07, 1.63)
+    assert gain_of(sooner, Ratio(0.71, 0.62, 0.81)).high < 1
+    assert gain_of(sooner, Ratio(0.97, 0.9, 1.05)) == sooner, "not surely"
+    assert gain_of(sooner, Ratio(2.0, 1.8, 2.2)).median == 2.0
 
 
 def test_findings_recommend_the_fastest_with_enough_evidence():

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.recipe import Recipe
-from hasten.tuning.finding import SURELY_FASTER, surest
+from hasten.tuning.finding import SURELY_FASTER, gain_of
 from hasten.tuning.gate import LOOKS, NonInferiorityResult
 from hasten.tuning.systems import is_disturbed
 from hasten.tuning.time_to_target import Counts, mean_ratio, samples_since_last_evaluation, time_to_target
@@ -47,8 +47,8 @@ class Confirmation:
 
     @property
     def gain(self) -> Ratio | None:
-        """The speed-up that counts: to the target or of the whole training, whichever is surer."""
-        return self.speedup and surest(self.speedup, self.training_speedup)
+        """The speed-up that counts: to the target or of the whole training, see ``finding.gain_of``."""
+        return self.speedup and gain_of(self.speedup, self.training_speedup)
 
     @property
     def passed(self) -> bool:
@@ -92,7 +92,7 @@ def compute_speedups(attempt: Confirmation) -> tuple[Ratio, Ratio]:
     attempt.training_speedup = _whole_training_speedup(attempt, ends)
     if any(map(misses_target, attempt.tuned_runs.values())):  # the time to the target is unknown
         attempt.speedup = attempt.training_speedup
-    return surest(attempt.speedup, attempt.training_speedup), blocks
+    return gain_of(attempt.speedup, attempt.training_speedup), blocks
 
 
 def _at_target(original: list[dict], tuned: list[dict]) -> Ends:
