@@ -81,7 +81,7 @@ def accumulate_gradients(
         if isinstance(first, torch.Tensor) and first.ndim and first.shape[0] != samples:
             raise RunError(
                 f"the first tensor of the batch has {first.shape[0]} rows for {samples} samples, as where time comes "
-                "first, so it cannot be cut into microbatches; leave gradient_accumulation out"
+                "first, so it cannot be cut into microbatches; leave out the method that cuts it"
             )
         global_samples = progress.global_batch_size
         smallest_shard = samples if global_samples < num_shards else global_samples // num_shards
