@@ -134,7 +134,7 @@ def test_csv_text_that_is_not_utf_8_is_refused_with_its_column(tmp_path):
         csv(tmp_path / "t.csv")
 
 
-def test_csv_without_a_header_is_told_how_to_name_its_columns(tmp_path):
+def test_csv_without_a_header_is_refused_with_the_option_that_names_its_columns(tmp_path):
     (tmp_path / "t.csv").write_text("5,0,0\n4,0,1\n")
     with pytest.raises(ConfigurationError, match=r"two columns named '0'; rename one, or .* pass csv\(header="):
         csv(tmp_path / "t.csv")

@@ -67,7 +67,7 @@ def test_map_style_data_keep_the_random_numbers_of_the_model():
 
 
 class Epochs(torch.utils.data.IterableDataset):
-    """Yields the epoch that it was told."""
+    """Yields the epoch that it was given."""
 
     def __init__(self):
         self.epoch = -1
@@ -79,7 +79,7 @@ class Epochs(torch.utils.data.IterableDataset):
         return iter([(torch.zeros(2), self.epoch)] * 4)
 
 
-def test_samplers_and_streams_are_told_the_epoch():
+def test_samplers_and_streams_get_the_number_of_the_epoch():
     data, orders = TensorDataset(x, y), []
     source = batches(DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
     by_hand = DistributedSampler(data, num_replicas=1, rank=0)

@@ -43,7 +43,7 @@ class Fixed(Noisy):
         return torch.arange(6) / 6 + index / LENGTH, index % 3
 
 
-class Told(Fixed):
+class EpochAware(Fixed):
     epoch = 0
 
     def set_epoch(self, epoch):
@@ -103,8 +103,8 @@ def with_loader():
     return usual(train_data=lambda: DataLoader(Noisy(), batch_size=8, shuffle=True, drop_last=True))
 
 
-def told_the_epoch():
-    return usual(train_data=Told())
+def with_set_epoch():
+    return usual(train_data=EpochAware())
 
 
 def with_sampler():
@@ -301,7 +301,7 @@ CASES = [
     ("with_schedule", []),
     ("with_loader", []),
     ("with_stream", []),
-    ("told_the_epoch", []),
+    ("with_set_epoch", []),
     ("with_sampler", []),
     ("own_loss", []),
     ("without_validation", []),

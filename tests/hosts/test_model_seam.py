@@ -90,7 +90,7 @@ def test_marks_of_evaluations_without_output_do_not_pile_up(seam):
 
 
 class KerasLike(nn.Linear):
-    """Is told by an argument whether a call trains, as Keras's ``train_on_batch`` does in eval mode."""
+    """Gets as an argument whether a call trains, as Keras's ``train_on_batch`` does in eval mode."""
 
     def forward(self, x, training=None):
         return super().forward(x)

@@ -101,7 +101,7 @@ def test_request_that_the_model_cannot_compute_fails_alone():
     assert (recorded.answers[1] == 2).all() and (recorded.answers[2] == 3).all()
 
 
-def test_model_that_mixes_the_samples_of_a_batch_answers_nobody():
+def test_model_that_mixes_the_samples_of_a_batch_answers_no_request():
     """As one whose first dimension is that of time."""
     recorded = Recorded(lambda inputs: inputs[0][-1:], max_batch=8, max_wait=0.05)
     for key in range(2):

@@ -136,7 +136,7 @@ def epoch_setters(data: Any) -> list[Any]:
 
 
 def _with_set_epoch(batches: BatchSource, data: Any) -> BatchSource:
-    """Batches before whose epochs the data, and their samplers, are told which epoch it is, as in a loop by hand."""
+    """Batches before whose epochs the data, and their samplers, get the number of the epoch, as in a loop by hand."""
     calls = epoch_setters(data)
     if not calls:
         return batches

@@ -52,7 +52,7 @@ class Finding:
 def gain_of(to_target: Ratio, whole: Ratio | None) -> Ratio:
     """The speed-up that counts: ``surest``, but that of the whole training where it surely takes longer.
 
-    A recipe that reaches the target sooner in slower steps, and then trains on as long as before, saves nobody time.
+    A recipe that reaches the target sooner in slower steps, and then trains on as long as before, saves no time.
     """
     return whole if whole is not None and whole.high < 1 else surest(to_target, whole)
 
