@@ -329,3 +329,16 @@ def test_validation_images_of_other_classes_are_refused(tmp_path):
             else nullcontext()
         ):
             load_data(task)
+
+
+def test_classes_of_nested_directories_are_those_of_a_local_and_a_remote_directory(tmp_path):
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: no remote files")
+    root, system = (
+        directory_of(tmp_path / "set", classes=("cat/big", "cat/small", "dog/big")),
+        fsspec.filesystem("memory"),
+    )
+    for file in root.rglob("*.png"):
+        system.pipe_file(f"/nested/{file.relative_to(root)}", file.read_bytes())
+    local, remote = images(root).source, images("memory://nested").source
+    assert local.classes == remote.classes == ["cat", "dog"]
+    assert remote.labels.tolist() == local.labels.tolist() == [0] * 6 + [1] * 3

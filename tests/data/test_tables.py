@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning
-from hasten.data import feather, parquet
+from hasten.data import csv, feather, parquet
 from hasten.utils.batch import split_inputs_target
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
@@ -205,6 +205,13 @@ def test_index_of_pandas_is_no_column_unless_it_is_named(tmp_path):
     assert parquet(tmp_path, columns=["__index_level_0__", "x"]).source.columns == ["__index_level_0__", "x"]
     with pytest.raises(ConfigurationError, match="has no column '__index_level_0__'"):
         parquet(tmp_path, target="__index_level_0__")
+
+
+@pytest.mark.parametrize("header", [",x,label", "Unnamed: 0,x,label"])
+def test_row_numbers_that_to_csv_of_pandas_writes_are_no_column(header, tmp_path):
+    (tmp_path / "x.csv").write_text(f"{header}\n0,0.5,0\n1,1.5,1\n")
+    inputs, _ = csv(tmp_path / "x.csv", target="label").source.read(numpy.arange(2))
+    assert inputs.tolist() == [[0.5], [1.5]]
 
 
 def test_table_text_column_in_a_matrix_warns_at_the_call(tmp_path, recwarn):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from hasten import RunError, Task
+from hasten import ConfigurationError, RunError, Task
 
 pytest.importorskip("onnxruntime")
 
@@ -75,6 +75,15 @@ def test_classes_and_image_are_those_of_the_dataset(validation, tmp_path):
     task = task_of(lambda: nn.Linear(4, 3), validation_data=validation)
     signature = signature_of(load_trained_model(run_of(task, tmp_path), lambda: task), 0.5)
     assert signature.classes == NAMES and signature.image.height == 2
+
+
+@pytest.mark.parametrize(
+    "form", [lambda scores: scores.softmax(0), lambda scores: scores - scores.mean(0)], ids=["softmax", "mean"]
+)
+def test_model_that_mixes_the_samples_of_a_batch_is_refused(form, tmp_path):
+    task = task_of(lambda: Returning(form))
+    with pytest.raises(ConfigurationError, match="points gives a sample other scores if it is alone in the batch"):
+        export_model(run_of(task, tmp_path), lambda: task)
 
 
 def loss_of_fields(output, target):

@@ -96,6 +96,19 @@ def test_ranks_of_one_replica_with_different_samples_are_detected(strategy):
     ), answers
 
 
+def without_the_first(batch: list) -> tuple:
+    return default_collate(batch[1:])
+
+
+def test_collate_function_that_drops_samples_is_named():
+    data = DataLoader(rank_tasks.Rows(), batch_size=rank_tasks.BATCH, collate_fn=without_the_first)
+    answers = run_ranks(2, training, rank_tasks.task(data))
+    assert all(
+        isinstance(answer, RunError) and "the collate function drops or adds samples" in str(answer)
+        for answer in answers
+    ), answers
+
+
 def ragged(batch: list) -> tuple:
     return torch.stack([inputs for inputs, _ in batch]), [[0] * (1 + number % 3) for number in range(len(batch))]
 

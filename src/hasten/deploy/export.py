@@ -18,6 +18,7 @@ from hasten.engine.error_messages import writable
 from hasten.engine.metrics import name_of
 
 TOLERANCE = 1e-4  # largest difference of an output from the trained model's, as a fraction of its largest output
+SEPARATE = 1e-2  # the same of the output for a sample alone: kernels and lower precision round differently
 BATCH = "batch"  # name of dimension 0
 
 
@@ -115,11 +116,13 @@ def signature_of(
     """The signature of a trained model whose metric is ``value``; classes and image are those of its dataset.
 
     Raises:
-        ConfigurationError: A dtype that cannot be served, a metric that is not finite, or an image that does not fit.
+        ConfigurationError: A dtype that cannot be served, a metric that is not finite, an image that does not fit, or a
+            model whose output for a sample depends on the other samples of the batch.
     """
     inputs = trained.first_inputs()
     with torch.inference_mode():
         output = trained.model(*inputs)
+        _check_samples_are_separate(trained, inputs, output)
     classes, image = (_attribute_of_dataset(trained.task.validation_data, name) for name in ("classes", "image"))
     names = tuple(map(str, classes)) if isinstance(classes, Iterable) else ()
     has_names = output.ndim == 2 and len(names) == output.shape[-1]
@@ -148,6 +151,21 @@ def signature_of(
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "its parts"
         raise ConfigurationError(f"{trained.task.name} has no signature: {where}: {first['msg']}") from None
+
+
+def _check_samples_are_separate(trained: TrainedModel, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
+    """ConfigurationError unless the first sample alone gives the output that it has in its batch."""
+    problem = "dimension 0 of its inputs and scores must be the batch, of samples that do not influence each other"
+    name = trained.task.name
+    if any(tensor.ndim == 0 or len(tensor) != len(inputs[0]) for tensor in inputs) or output.shape[:1] != (
+        len(inputs[0]),
+    ):
+        raise ConfigurationError(f"{name} cannot be exported: {problem}")
+    alone = trained.model(*(tensor[:1] for tensor in inputs))
+    if alone.shape != output[:1].shape or not torch.allclose(
+        alone, output[:1], rtol=0, atol=SEPARATE * float(output.abs().max()), equal_nan=True
+    ):
+        raise ConfigurationError(f"{name} gives a sample other scores if it is alone in the batch: {problem}")
 
 
 def _attribute_of_dataset(data: Any, name: str) -> Any:

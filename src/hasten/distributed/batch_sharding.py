@@ -31,6 +31,7 @@ SUM_TOLERANCE = 1e-6  # relative; processors of different kinds may add in anoth
 SAME_DATA = (
     "every rank must read the same data, unsharded and in the same order; hasten shards it (remove DistributedSampler)"
 )
+SAME_COUNT = "the collate function drops or adds samples, which several ranks cannot share; keep one for each index"
 SEEDED = (
     "datasets may draw from the generators of torch, NumPy or Python, which hasten seeds, or from one with a fixed seed"
 )
@@ -179,7 +180,8 @@ def with_loss_weights(
             if sizes is not None:
                 samples = summed = sizes[index] if index < len(sizes) else 0
                 if local != (expected := _shard_size(samples, ranks, log)):
-                    raise RunError(f"rank {ranks.rank} has {local} samples of {name}, expected {expected}: {SAME_DATA}")
+                    problem = f"rank {ranks.rank} has {local} samples of {name}, but its order has {expected}"
+                    raise RunError(f"{problem}: {SAME_COUNT}")
             else:
                 samples, summed = _exchange_samples(log, epoch, index, local, name, ranks)
             if batch is None:

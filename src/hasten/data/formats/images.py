@@ -17,7 +17,7 @@ from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.io.file_list import FileList, file_list_of, list_directory
 from hasten.data.io.paths import file_signature, is_file_error, is_remote, open_file, plain, resolve_paths
-from hasten.data.io.remote import MAX_REQUESTS, fetch_ranges
+from hasten.data.io.remote import MAX_REQUESTS, address_of, fetch_ranges
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
 
@@ -62,11 +62,11 @@ class Images(Source):
         self.size, self.pixels = size_of(resize, pixels), pixels
         directory = plain(cast(Any, paths)) if isinstance(paths, (str, os.PathLike)) else ""
         is_directory = os.path.isdir(directory)
-        self.files = (
-            list_directory(directory, SUFFIXES)
-            if is_directory
-            else file_list_of(resolve_paths(cast(Any, paths), SUFFIXES))
-        )
+        if is_directory:
+            self.files = list_directory(directory, SUFFIXES)
+        else:
+            files = resolve_paths(cast(Any, paths), SUFFIXES)
+            self.files = file_list_of(files, address_of(directory) if is_remote(directory) else "")
         self.classes: list[str] = []
         self.labels: torch.Tensor | None = None
         if labels == "directory":

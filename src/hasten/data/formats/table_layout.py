@@ -18,7 +18,7 @@ from hasten.data.formats.table_types import is_number, plain, shape_of, tensor_t
 from hasten.data.source import column_leaves, map_columns
 from hasten.data.validation import check_name, check_names
 
-PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # a column as pandas names it
+PANDAS_INDEX = re.compile(r"__index_level_\d+__|Unnamed: \d+|")  # a column as pandas and ``to_csv`` of it name it
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ have no such times and are listed every time.
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,13 +67,17 @@ def list_directory(directory: str | Path, suffixes: tuple[str, ...]) -> FileList
     return listed
 
 
-def file_list_of(paths: Iterable[str]) -> FileList:
-    """Returns the given paths, sorted by directory, then by name."""
+def file_list_of(paths: Sequence[str], root: str = "") -> FileList:
+    """Returns the given paths, sorted by directory, then by name; relative to ``root`` if all of them are below it."""
+    root = root.rstrip("/")
+    if not all(path.startswith(f"{root}/") for path in paths):
+        root = ""
     files: dict[str, list[str]] = {}
     for path in paths:
-        directory, name = path.rsplit("/", 1) if "/" in path else ("", path)
+        relative = path.removeprefix(f"{root}/") if root else path
+        directory, name = relative.rsplit("/", 1) if "/" in relative else ("", relative)
         files.setdefault(directory, []).append(name)
-    return _build("", files)
+    return _build(root, files)
 
 
 def _build(root: str, files: dict[str, list[str]]) -> FileList:

@@ -67,6 +67,12 @@ def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
         return []
 
 
+def address_of(path: str) -> str:
+    """Returns a remote path as ``matches`` returns it."""
+    system, name = _system(path)
+    return system.unstrip_protocol(name)
+
+
 def remote_signature(path: str) -> list:
     """Returns [path, size in bytes, version] of a remote file; version is None, after a warning, if it has none."""
     system, name = _system(path)
