@@ -315,6 +315,9 @@ def test_speed_up_of_steps_alone_is_not_called_that_of_the_training():
     result = validate(samples.faster() | {"evidence": "exact", "time_to_target": {}, "training_seconds": {}})
     assert view_model.tune_headline(result).startswith("Steps 5.1× faster")
     assert "A whole training also starts and evaluates, so it gains less." in view_model.tune_sentence(result)
+    result |= {"speedup": {"median": 3.0, "low": 2.8, "high": 3.2}, "start_seconds": {"baseline": 6.0, "tuned": 6.0}}
+    sentence = "With its start of 6 s, a training of 1 min is 2.5× faster, one of 10 min 2.9×."
+    assert sentence in view_model.tune_sentence(result)
 
 
 LONG_COMMAND = shlex.join(

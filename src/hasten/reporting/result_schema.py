@@ -341,6 +341,7 @@ class TuneResult(Result, total=False):
 
     ``command`` is the user's own, "" for a task. ``evidence`` is the level of the recommended recipe (EVIDENCE_LEVELS),
     "" without one. ``training_measured`` is False where ``training_seconds`` is predicted from steps.
+    ``start_seconds``: until the first step, of ``baseline`` and ``tuned``.
     ``confirmed_recipes``: each one of which whole trainings were judged, as often. ``is_partial``: the search runs on.
     """
 
@@ -349,6 +350,7 @@ class TuneResult(Result, total=False):
     frontier: Sequence[FrontierRecipe]
     training_seconds: TrainingSeconds | None
     training_measured: Boolean
+    start_seconds: Mapping[str, Amount]
     price_per_hour: Amount
     money: Mapping[str, Amount] | None  # price of a whole training, in the currency of ``price_per_hour``
     is_partial: Boolean

@@ -115,8 +115,22 @@ def tune_sentence(result: Json) -> str:
     """The gain in seconds and the quality, or the reason why there is no gain."""
     if not is_recommended(result):
         return result["why"] or "No method that was tried made the training faster at equal quality."
-    of_steps = "A whole training also starts and evaluates, so it gains less." if is_of_steps(result) else ""
+    of_steps = _sentence_of_steps(result) if is_of_steps(result) else ""
     return " ".join(filter(None, (_training_sentence(result), _target_sentence(result), of_steps)))
+
+
+def _sentence_of_steps(result: Json) -> str:
+    """``With its start of 4.1 s, a training of 1 min is 2.1x faster, one of 10 min 2.9x.``, or that it gains less."""
+    start, gain = result["start_seconds"], result["speedup"]["median"]
+    if start.get("baseline") is None or start.get("tuned") is None:
+        return "A whole training also starts and evaluates, so it gains less."
+    lengths = [times * 60 * max(1, ceil(start["baseline"] / 30)) for times in (1, 10)]
+    short, long = (
+        formatting.ratio(seconds / (start["tuned"] + (seconds - start["baseline"]) / gain)) for seconds in lengths
+    )
+    shown, longer = map(formatting.seconds, lengths)
+    begins = f"With its start of {formatting.seconds(start['baseline'])}"
+    return f"{begins}, a training of {shown} is {short} faster, one of {longer} {long}."
 
 
 def _training_sentence(result: Json) -> str:

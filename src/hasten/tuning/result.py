@@ -120,6 +120,7 @@ def result_of(
     has_reached = winner and not any(map(misses_target, winner.tuned_runs.values()))
     findings = [*state.findings, *([state.unconfirmed] if state.unconfirmed else [])]
     comparison = chosen.comparison if chosen else confirmation.comparison if confirmation else {}
+    starts = chosen.comparison.get("start_seconds") if chosen else None
     seconds = _training_seconds(state, chosen, study.horizon)
     saved = seconds["baseline"] - seconds["tuned"] if seconds and seconds["tuned"] else 0.0
     effects = (run.get("effects") for run in winner.tuned_runs.values()) if winner else ()
@@ -137,6 +138,7 @@ def result_of(
         "evidence": chosen.evidence if chosen else "",
         "frontier": frontier_rows(frontier(findings), chosen, state.strong_finding),
         "training_seconds": seconds,
+        "start_seconds": dict(zip(("baseline", "tuned"), map(starts.get, "ab"), strict=True)) if starts else {},
         "training_measured": winner.uses_measured if winner else not chosen and bool(baseline) and study.horizon >= 1,
         "price_per_hour": price_per_hour,
         "money": _money(seconds, price_per_hour),
