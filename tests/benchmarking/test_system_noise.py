@@ -33,7 +33,7 @@ def test_own_cpu_seconds_include_ended_processes_but_no_others():
 def test_others_percent_is_what_own_processes_do_not_explain(monkeypatch):
     ticks, own = iter([[0] * 8, [60, 0, 10, 25, 5, 0, 0, 10]]), iter([1.0, 1.3])
     monkeypatch.setattr(system_noise, "_cpu_ticks", lambda: next(ticks))
-    monkeypatch.setattr(system_noise, "_own_cpu_seconds", lambda: next(own))
+    monkeypatch.setattr(system_noise, "_own_cpu_seconds", lambda *_: next(own))
     monkeypatch.setattr(system_noise.os, "sysconf", lambda name: 100)
     figures = SystemNoise().summary(1.0, 2)
     assert figures["others_percent"] == pytest.approx(100 * (70 - 30) / 110)
@@ -43,3 +43,15 @@ def test_others_percent_is_what_own_processes_do_not_explain(monkeypatch):
 def test_disturbance_is_told_from_some_percent_on():
     assert disturbance({"others_percent": 35.2}).startswith("other programs used 35 % of the processors")
     assert disturbance({"others_percent": 3.0}) == disturbance({"others_percent": None}) == disturbance({}) == ""
+
+
+def test_work_of_another_rank_is_no_disturbance():
+    rank = "import os; from hasten.benchmarking.system_noise import _own_cpu_seconds as own; print(own(os.getppid()))"
+
+    def read() -> float:
+        return float(subprocess.run([sys.executable, "-c", rank], check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+    before = read()
+    busy = f"import time\nwhile time.process_time() < {SECONDS}: pass"
+    subprocess.run([sys.executable, "-c", busy], check=True)
+    assert read() - before >= SECONDS - TICKS

@@ -38,3 +38,9 @@ def test_script_under_launch_is_refused(pod, capsys):
     assert main(["launch", "--nproc-per-node", "2", "--", "train", "--", *pod]) == 2
     error = capsys.readouterr().err
     assert "train starts its own processes; write hasten train -- " in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["train", "diagnose"])
+def test_processes_in_a_rank_of_the_cluster_are_refused(pod, capsys, verb):
+    assert main([verb, "digits", "--processes", "2"]) == 2
+    assert "--processes 2 in a process that is one of 2 already" in capsys.readouterr().err

@@ -138,3 +138,10 @@ def test_csv_without_a_header_is_refused_with_the_option_that_names_its_columns(
     (tmp_path / "t.csv").write_text("5,0,0\n4,0,1\n")
     with pytest.raises(ConfigurationError, match=r"two columns named '0'; rename one, or .* pass csv\(header="):
         csv(tmp_path / "t.csv")
+
+
+def test_csv_larger_than_the_memory_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    monkeypatch.setattr("hasten.data.formats.table_files.free_memory", lambda: 3)
+    with pytest.raises(ConfigurationError, match=r"are parsed in memory, and .* GB are free; split the file"):
+        csv(tmp_path / "t.csv")

@@ -342,3 +342,10 @@ def test_classes_of_nested_directories_are_those_of_a_local_and_a_remote_directo
     local, remote = images(root).source, images("memory://nested").source
     assert local.classes == remote.classes == ["cat", "dog"]
     assert remote.labels.tolist() == local.labels.tolist() == [0] * 6 + [1] * 3
+
+
+@pytest.mark.parametrize("labels", [numpy.arange(500), list(range(500))], ids=["array", "list"])
+def test_labels_without_names_are_refused_in_one_line(tmp_path, labels):
+    Image.new("RGB", (4, 4)).save(tmp_path / "x.png")
+    with pytest.raises(ConfigurationError, match=r"labels= must be \"directory\", a dict .{0,140}$"):
+        images(tmp_path, labels=labels)

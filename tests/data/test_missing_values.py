@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy
 import pytest
 
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.data import csv, feather, parquet
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
@@ -308,3 +308,17 @@ def test_file_of_another_table_format_is_one_line(tmp_path, content, settings, m
 def test_csv_delimiter_is_used(tmp_path):
     (tmp_path / "t.csv").write_text("a|b\n1|2,5\n")
     assert csv(tmp_path / "t.csv", delimiter="|").source.read(numpy.arange(1))["b"] == ["2,5"]
+
+
+@pytest.mark.parametrize("word", ["NA", "NaN", "null"])
+def test_csv_label_that_means_a_missing_one_is_no_class(tmp_path, word):
+    path = labelled(tmp_path, f"x,kind\n1,b\n2,{word}\n3,a\n")
+    with pytest.raises(ConfigurationError, match=r"column 'kind' lacks 1 of its 3 values"):
+        csv(path, target="kind").source.read(ROWS)
+    assert csv(path, target="kind", classes=[word, "a", "b"]).source.read(ROWS)[1].tolist() == [2, 0, 1]
+
+
+def test_csv_numbers_that_one_word_makes_classes_are_named(tmp_path):
+    source = csv(labelled(tmp_path, "x,price\n1,13495\n2,?\n3,16500\n"), target="price").source
+    with pytest.warns(HastenWarning, match=r"the target 'price' holds '\?' besides numbers"):
+        assert source.classes == ["13495", "16500", "?"]

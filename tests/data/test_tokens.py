@@ -127,3 +127,10 @@ def test_tokens_file_that_may_not_be_opened_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as planted, pytest.raises(ConfigurationError, match=r"cannot read .*a\.bin: Permission"):
         planted.setattr("builtins.open", denied)
         tokens(tmp_path / "a.bin", 8)
+
+
+def test_tokens_of_more_than_16_bits_are_not_read_as_such(tmp_path):
+    file = written(tmp_path / "a.bin", 2 * TEXT, numpy.uint32)
+    with pytest.raises(ConfigurationError, match=r"below 16, as where tokens take 32 or 64 bits; pass their dtype"):
+        tokens(file, 16)
+    assert samples(tokens(file, 16, dtype="uint32"))[0][0].tolist() == (2 * TEXT[:16]).tolist()

@@ -7,7 +7,7 @@ import torch
 
 import hasten
 from hasten import ConfigurationError, RunError
-from hasten.data import arrays, csv
+from hasten.data import arrays, convert, csv, webdataset
 from hasten.engine import data_adapters
 from hasten.engine.plan import build
 from helpers import pipeline_tasks
@@ -106,3 +106,31 @@ def test_train_without_validation_data_does_not_read_the_classes(tmp_path):
     pipeline = csv(table_of(tmp_path / "a.csv", "ab"), target="word").batch(2)
     data_adapters.load_data(pipeline_tasks.task(pipeline, validation_data=None))
     assert "classes" not in vars(pipeline.source)
+
+
+def test_train_columns_in_another_order_are_refused(tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: no tables")
+    (tmp_path / "a.csv").write_text("age,income,y\n1,2,0\n")
+    (tmp_path / "b.csv").write_text("income,age,y\n2,1,0\n")
+    train, validation = (csv(tmp_path / name, target="y") for name in ("a.csv", "b.csv"))
+    with pytest.raises(ConfigurationError, match="'age' and 'income' in one place"):
+        data_adapters.load_data(pipeline_tasks.task(train.batch(1), validation_data=validation))
+    chosen = csv(tmp_path / "b.csv", columns=["age", "income"], target="y")
+    data_adapters.load_data(pipeline_tasks.task(train.batch(1), validation_data=chosen))
+
+
+@pytest.mark.parametrize("to", ["rows", "webdataset"])
+def test_converted_data_that_number_classes_differently_are_refused(tmp_path, to):
+    images_of = pytest.importorskip("PIL.Image", reason="Pillow is not installed: no images")
+    for part, names in {"a": ("cat", "dog", "eel"), "b": ("cat", "eel")}.items():
+        for name in names:
+            (tmp_path / part / name).mkdir(parents=True)
+            images_of.new("RGB", (8, 8)).save(tmp_path / part / name / "x.png")
+        convert(tmp_path / part, tmp_path / f"{part}-out", to=to)
+    outs = tmp_path / "a-out", tmp_path / "b-out"
+    if to == "webdataset":
+        train, validation = (webdataset(out, target="cls") for out in outs)
+    else:
+        train, validation = (arrays(out / "images.npy", out / "labels.npy") for out in outs)
+    with pytest.raises(ConfigurationError, match="classes differently: eel is 2 and 1"):
+        data_adapters.load_data(pipeline_tasks.task(train.batch(2), validation_data=validation))

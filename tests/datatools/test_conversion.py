@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import numpy
 import pyarrow as pa
@@ -10,7 +11,9 @@ import torch
 
 from hasten import ConfigurationError
 from hasten.data import arrays, convert, csv, feather, images, inspect, parquet, tfrecord, webdataset
+from hasten.data.io.paths import resolve_paths
 from hasten.data.source import column_leaves
+from hasten.datatools.format_detection import formats_at
 from helpers.storages import ROWS, mixed_table, numeric_table, read_all, write_images, write_table
 
 pytestmark = pytest.mark.usefixtures("brief_measurements")
@@ -214,3 +217,14 @@ def test_stray_image_does_not_cost_all_labels(tmp_path):
     with pytest.raises(ConfigurationError, match=r"preview\.jpg is in no directory"):
         convert(data, tmp_path / "out", to="webdataset")
     assert not (tmp_path / "out").exists()
+
+
+def test_records_with_the_number_of_the_shard_behind_the_suffix_are_found(tmp_path):
+    """As TensorFlow Datasets names them, beside a list of the labels."""
+    convert(write_table(tmp_path / "in"), tmp_path / "out", to="tfrecord")
+    data = tmp_path / "tfds"
+    data.mkdir()
+    os.replace(next((tmp_path / "out").glob("*.tfrecord")), data / "x-train.tfrecord-00000-of-00001")
+    (data / "label.labels.txt").write_text("cat\ndog\n")
+    (kind, files), *_ = formats_at(data)
+    assert kind.name == "tfrecord" and resolve_paths(data, (".tfrecord",)) == files

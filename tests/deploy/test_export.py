@@ -1,7 +1,10 @@
 """Export of a trained run: same outputs, any batch size, and one clear line where that is impossible."""
 
+import importlib
 import json
 import shutil
+import sys
+from argparse import Namespace
 
 import pytest
 import torch
@@ -178,3 +181,16 @@ def test_command_exports(digits_run, tmp_path):
     assert done.returncode == 0 and json.loads(done.stdout)["files"]["model.onnx"] > 19_000, done.stderr
     refused = run_hasten("export", "nothing", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.startswith("hasten: there is no run directory")
+
+
+def test_missing_package_is_named_with_its_extra(digits_run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ConfigurationError, match=r"^onnxscript is not installed; pip install 'hasten\[deploy\]'$"):
+        export_model(digits_run, out=tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["export", "quantize"])
+def test_command_names_the_extra_before_it_imports(verb, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    with pytest.raises(ConfigurationError, match=r"pydantic is not installed; pip install 'hasten\[deploy\]'"):
+        importlib.import_module(f"hasten.cli.{verb}").run(Namespace(onnx=True), None)

@@ -86,6 +86,24 @@ def test_model_that_mixes_the_samples_of_a_batch_is_refused(form, tmp_path):
         export_model(run_of(task, tmp_path), lambda: task)
 
 
+def test_squeeze_that_removes_the_batch_is_named(tmp_path):
+    form = lambda scores: scores[:, :1].squeeze()  # noqa: E731
+    task = task_of(lambda: Returning(form), loss=lambda output, target: output.square().mean(), metric="loss")
+    with pytest.raises(ConfigurationError, match=r"scores of shape \(\) for one sample; .* use squeeze\(-1\)"):
+        export_model(run_of(task, tmp_path), lambda: task)
+
+
+class OfDirection(nn.Linear):
+    def forward(self, x):
+        return super().forward(x / x.norm(dim=1, keepdim=True))
+
+
+def test_model_without_finite_scores_for_zeros_is_served(tmp_path):
+    task = task_of(lambda: OfDirection(4, 3))
+    export_model(run_of(task, tmp_path), lambda: task)
+    assert ServedModel(tmp_path).run([numpy.ones((1, 4), numpy.float32)]).shape == (1, 3)
+
+
 def loss_of_fields(output, target):
     return nn.functional.cross_entropy(output.logits, target)
 

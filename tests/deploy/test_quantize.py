@@ -222,3 +222,22 @@ def test_command_quantizes(digits_run, tmp_path):
     refused = run_hasten("quantize", str(digits_run), "--target", "gpu", cwd=tmp_path)
     assert refused.returncode == 2 and "must be cpu or dsp" in refused.stderr and len(refused.stderr.splitlines()) == 1
     assert OnnxModel(tmp_path / "model.onnx").run([torch.rand(2, 64).numpy()]).shape == (2, 10)
+
+
+def test_model_without_a_signature_is_refused_before_the_search(digits_run, tmp_path, monkeypatch):
+    def refuse(*args):
+        raise ConfigurationError("no signature")
+
+    monkeypatch.setattr(quantize_module, "signature_of", refuse)
+    monkeypatch.setattr(quantize_module._Search, "try_candidates", lambda self: pytest.fail("it searched"))
+    with pytest.raises(ConfigurationError, match="no signature"):
+        quantize(digits_run, out=tmp_path / "int8")
+
+
+@pytest.mark.parametrize("calibration", ["percentile", "entropy"])
+def test_calibration_batches_may_differ_in_size(calibration, exported_search, tmp_path):
+    candidates.prepare(exported_search.prepared, tmp_path / "prepared.onnx")
+    batches = [{"input": torch.rand(size, 64).numpy()} for size in (32, 32, 7)]
+    candidate = candidates.QuantizationCandidate("static", True, calibration)
+    candidates.quantize_model(tmp_path / "prepared.onnx", tmp_path / "int8.onnx", candidate, batches)
+    assert OnnxModel(tmp_path / "int8.onnx").run([torch.rand(2, 64).numpy()]).shape == (2, 10)

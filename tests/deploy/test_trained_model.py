@@ -1,8 +1,12 @@
 """What of a batch is input and what is target, for a model that goes elsewhere."""
 
-import pytest
+from types import SimpleNamespace
 
-from hasten.deploy.trained_model import _named_inputs
+import pytest
+import torch
+
+from hasten import RunError
+from hasten.deploy.trained_model import _input_names, _named_inputs
 from hasten.utils.batch import split_inputs_target
 
 
@@ -18,3 +22,9 @@ def test_inputs_are_those_of_the_training(batch, inputs):
     assert _named_inputs(batch) == inputs
     positional, named, _ = split_inputs_target(batch)
     assert list(inputs.values()) == [*positional, *named.values()]
+
+
+def test_graph_is_refused():
+    graph = pytest.importorskip("torch_geometric.data").Data(x=torch.ones(2, 1), y=torch.zeros(2))
+    with pytest.raises(RunError, match="cora trains on graphs"):
+        _input_names(torch.nn.Linear(1, 1), graph, SimpleNamespace(name="cora"))

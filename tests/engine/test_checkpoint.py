@@ -1,6 +1,7 @@
 """Damaged, hostile and incomplete checkpoints, full disks and read-only directories."""
 
 import dataclasses
+import errno
 import json
 import os
 import pickle
@@ -267,3 +268,15 @@ def test_state_of_a_rank_is_restored_in_the_memory_format_of_the_weights(tmp_pat
     restore(again, load_checkpoint(tmp_path / "state.pt"))
     (weight, state), _ = again.run.optimizer.state.items()
     assert state["momentum_buffer"].stride() == weight.stride() and not weight.is_contiguous()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_file_system_without_locks_is_reported_and_used(tmp_path, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("hasten.engine.run_dir.fcntl.lockf", refuse)
+    directory = RunDirectory(tmp_path / "r", {}, None, resume=False, resume_key=lambda recipe: recipe)
+    with pytest.warns(HastenWarning, match="has no locks"):
+        directory.begin({})
+    directory.close()

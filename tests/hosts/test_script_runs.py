@@ -17,6 +17,8 @@ from hasten.hosts.process import ScriptProcess, _processes_with
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import SERVICES, ScriptTrial, watch_script
 from hasten.hosts.site_map import known_sites
+from hasten.profiling.diagnose import diagnose
+from hasten.profiling.step_profile import profile_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -483,3 +485,15 @@ def test_script_that_goes_to_the_background_is_refused(tmp_path):
     ref = written(tmp_path, "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)\n")
     with pytest.raises(ConfigurationError, match="continues in the background; start it in the foreground"):
         watch_script(ref)
+
+
+def test_diagnosis_counts_the_evaluations_that_come_within_its_blocks(tmp_path):
+    text = (SCRIPTS / "tensors.py").read_text()  # an evaluation after 128 steps
+    text = text.replace("    correct = 0\n", "    correct = 0\n    __import__('time').sleep(0.1)\n")
+    found = diagnose(written(tmp_path, text), budget=10.0, device="cpu")
+    assert found["evaluation_seconds"] > 0.1 and found["phases"]["evaluation"] > 0.2
+
+
+def test_seconds_of_a_step_are_those_of_the_steps_that_were_left():
+    found = profile_steps(script("gan.py", "2"), Recipe(), device="cpu", seed=0, budget=4.0)  # 32 steps of 32 samples
+    assert found.step == pytest.approx(32 * found.sample)

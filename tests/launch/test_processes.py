@@ -223,3 +223,12 @@ def test_train_interrupted_job_saves_first(directory, how):
     error = job.communicate(timeout=TIMEOUT_S)[1]
     assert job.returncode == 1 and "resume with --out" in error, error
     assert list((directory / "run/checkpoints").glob("step-*.pt")) and not jobs_left()
+
+
+def test_batch_must_suffice_for_all_nodes_that_may_join(monkeypatch, capfd):
+    monkeypatch.setattr("hasten.launch.launcher.launch", None)
+    monkeypatch.setattr("hasten.launch.launcher.available_cpus", lambda: 8)
+    task = str(HELPERS / "waiting_tasks.py:few")  # batches of one sample
+    elastic = f"launch --nproc-per-node 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train {task}"
+    assert main(elastic.split()) == 2
+    assert "2 processes cannot share a batch of 1 samples" in capfd.readouterr().err

@@ -96,6 +96,28 @@ def test_ranks_of_one_replica_with_different_samples_are_detected(strategy):
     ), answers
 
 
+@pytest.mark.parametrize("wrap", [lambda rows: rows, partial(DataLoader, batch_size=rank_tasks.BATCH, shuffle=True)])
+def test_rows_that_differ_between_ranks_are_detected(wrap):
+    answers = run_ranks(2, training_as_rank, lambda rank: rank_tasks.task(wrap(rank_tasks.Rows(seed=rank))))
+    assert all(
+        isinstance(answer, RunError) and str(answer).startswith("rank 1 has other samples than rank 0")
+        for answer in answers
+    ), answers
+
+
+class DrawingLabels(DrawingForItself):
+    """Draws labels, as data sets of pairs do, from a generator of its own."""
+
+    def __getitem__(self, index: int):
+        inputs, label = super().__getitem__(index)
+        return inputs, (label + int(self.chance.integers(2))) % 2
+
+
+def test_labels_that_are_drawn_at_every_read_may_differ_between_ranks():
+    answers = run_ranks(2, training_as_rank, lambda rank: rank_tasks.task(DrawingLabels()))
+    assert not any(isinstance(answer, Exception) for answer in answers), answers
+
+
 def without_the_first(batch: list) -> tuple:
     return default_collate(batch[1:])
 

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from hasten.core.data import BatchSource, LoaderSpec
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
@@ -68,6 +68,11 @@ def by_loader():
 
 def shuffled():
     return rank_tasks.task(validation_data=DataLoader(Numbered(), batch_size=10, shuffle=True), metric="loss")
+
+
+def shuffled_by_batches():
+    data = DataLoader(Numbered(), batch_sampler=BatchSampler(RandomSampler(range(ROWS)), 10, drop_last=False))
+    return rank_tasks.task(validation_data=data, metric="loss")
 
 
 def streamed():
@@ -141,6 +146,7 @@ def test_statistics_of_batch_norms_are_those_of_the_main_process_on_all_ranks():
     ("make", "recipe"),
     [
         (shuffled, ""),
+        (shuffled_by_batches, ""),
         (streamed, ""),
         (by_composition_of_torchmetrics, ""),
         (by_name("loss"), "local_sgd"),

@@ -367,3 +367,9 @@ def test_measure_drift_of_a_sleep_beside_planted_denormals_names_no_cause():
 def test_measure_drift_of_a_steady_training_finds_none(seed):
     drift = measure_drift(TaskRef.of(perceptron(epochs=10_000)), Recipe(), device="cpu", seed=seed, seconds=6.0)
     assert describe(drift) is None
+
+
+def test_progress_of_a_diagnosis_never_goes_back():
+    seen = []
+    diagnose(perceptron(), budget=4.0, device="cpu", on_progress=lambda what, done, left: seen.append(done))
+    assert len(seen) > 3 and seen == sorted(seen)

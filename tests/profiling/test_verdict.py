@@ -126,3 +126,15 @@ def test_every_ceiling_that_can_be_the_largest_cause_has_a_sentence():
         measured = profile("cuda")
         gains = dict.fromkeys(possible_gains(measured, {}), 1.0) | {cause: 3.0}
         assert "3.00x" in describe_diagnosis(measured, gains)
+
+
+def test_lines_that_read_equally_often_are_named_both():
+    read = {"call": ".item()", "per_step": 1.0, "seconds_per_step": 0.0}
+    reads = [read | {"site": f"train.py:{line}"} for line in (41, 42)]
+    found = verdict(profile("cpu", host_reads_per_step=2.0, code={"synchronizations": reads, "functions": []}))
+    assert "(2 a step, at train.py:41 and train.py:42)" in found and "most of them" not in found
+
+
+def test_loop_around_the_model_is_the_cause_where_it_takes_most():
+    phases = PHASES | {"forward": 0.2, "backward": 0.27, "logging": 0.43}
+    assert verdict(profile("cpu", phases=phases)).startswith("What the loop does besides the model")

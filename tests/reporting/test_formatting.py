@@ -95,3 +95,9 @@ def test_sentence_case_keeps_capitals():
 def test_format_differences():
     assert formatting.differences_between(-0.0011, 0.0053) == "−0.0011 to +0.0053"
     assert formatting.differences_between(None, 1.0) == ""
+
+
+def test_large_numbers_have_no_exponent():
+    shown = [formatting.plain(67e3), formatting.plain(126.6, "", 2), formatting.metric(25312.4)]
+    assert shown == ["67,000", "127", "25,312"]
+    assert formatting.metric(25312.4, signed=True) == "+25,312" and formatting.file_size(999.7e6) == "1,000 MB"

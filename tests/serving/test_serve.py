@@ -276,3 +276,8 @@ def test_wrong_request_is_one_line(options, message, exported, tmp_path):
 def test_port_in_use_is_one_line(client, exported, tmp_path):
     done = run_hasten("serve", str(exported), "--port", str(client.base_url.port), cwd=tmp_path)
     assert done.returncode == 2 and "choose another --port" in done.stderr
+
+
+def test_second_model_may_be_its_file(exported):
+    with running(exported, "--compare", str(exported / "model.onnx")) as (client, _, _):
+        assert predict(client, [ONES]).status_code == 200

@@ -85,3 +85,11 @@ def test_packed_sequence_is_not_cut():
     assert chunk_batch(batch, 1)[0][0].batch_sizes.tolist() == [2, 2, 1, 1]
     with pytest.raises(RunError, match="cannot be cut into microbatches; pack them in the model"):
         chunk_batch(batch, 2)
+
+
+def test_lists_of_samples_in_a_dict_beside_the_target_are_counted_and_cut():
+    tokens = [torch.arange(length) for length in (5, 1, 2, 3)]
+    batch = ({"tokens": tokens, "text": ["a", "b", "c", "d"]}, torch.arange(4))
+    assert batch_size(batch) == 4
+    first, second = chunk_batch(batch, 2)
+    assert first[0]["text"] == ["a", "b"] and second[0]["tokens"] == tokens[2:] and second[1].tolist() == [2, 3]

@@ -12,8 +12,9 @@ STEAL, IDLE = 7, (3, 4)  # columns of /proc/stat: user, nice, system, idle, iowa
 class SystemNoise:
     """Begins when it is created; ``summary`` returns the figures since then."""
 
-    def __init__(self) -> None:
-        self.ticks, self.own = _cpu_ticks(), _own_cpu_seconds()
+    def __init__(self, pid: int | None = None) -> None:
+        """``pid``: of the process whose work, and that of all that it started, is no disturbance; None: this one."""
+        self.pid, self.ticks, self.own = pid, _cpu_ticks(), _own_cpu_seconds(pid)
 
     def summary(self, spread_percent: float, involuntary_switches: float) -> dict[str, float | str | None]:
         """Both arguments, and the figures of the machine since the start.
@@ -32,14 +33,14 @@ class SystemNoise:
         }
 
     def _others_percent(self, ticks: list[int]) -> float:
-        own = (_own_cpu_seconds() - self.own) * os.sysconf("SC_CLK_TCK")
+        own = (_own_cpu_seconds(self.pid) - self.own) * os.sysconf("SC_CLK_TCK")
         busy = sum(ticks) - sum(ticks[column] for column in (*IDLE, STEAL))
         return max(0.0, 100 * (busy - own) / sum(ticks))
 
 
-def _own_cpu_seconds() -> float:
-    """CPU seconds of this process and of all that it started, the ended ones included."""
-    process, seconds = psutil.Process(), 0.0
+def _own_cpu_seconds(pid: int | None = None) -> float:
+    """CPU seconds of a process (None: this one) and of all that it started, the ended ones included."""
+    process, seconds = psutil.Process(pid), 0.0
     for one in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):
             times = one.cpu_times()

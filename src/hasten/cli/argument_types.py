@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.process_group_info import DEFAULT_TIMEOUT_S
+from hasten.launch.rank_results import in_job, is_managed_rank
 from hasten.utils.durations import parse_duration
 
 if TYPE_CHECKING:
@@ -161,6 +162,15 @@ def add_processes(parser: ArgumentParser, help_text: str, default: int = 1) -> N
     """Add ``--processes``, the number of ranks on this machine."""
     text = f"{help_text} (default: %(default)s)"
     parser.add_argument("--processes", type=process_count, default=default, metavar="N", help=text)
+
+
+def check_not_in_job(processes: int) -> None:
+    """ConfigurationError for ``--processes`` in a process that is already a rank, which hasten has not started."""
+    if processes > 1 and in_job() and not is_managed_rank():
+        size = os.environ["WORLD_SIZE"]
+        problem = f"--processes {processes} in a process that is one of {size} already (WORLD_SIZE={size})"
+        remedy = "let torchrun or the cluster start all of them, or unset WORLD_SIZE"
+        raise ConfigurationError(f"{problem} would start none; {remedy}")
 
 
 def add_measuring_budget(parser: ArgumentParser, default_s: int = 60) -> None:

@@ -40,6 +40,7 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
         from hasten.profiling.ops import ONE_PROCESS
 
         raise ConfigurationError(ONE_PROCESS)
+    types.check_not_in_job(options.processes)
     if options.processes > 1 and not is_rank:
         from hasten.engine.registry import make_methods
         from hasten.launch.launcher import launch, preflight_check

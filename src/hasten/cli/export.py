@@ -17,6 +17,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Export the model and print the files and how well they agree with it."""
+    from hasten.deploy.onnx_model import require
+
+    for package in ("pydantic", *(("onnx", "onnxruntime", "onnxscript") if options.onnx else ())):
+        require(package)
     from hasten.deploy.export import export_model
 
     result = export_model(options.run_dir, options.trained_task, onnx=options.onnx, out=options.out)

@@ -95,7 +95,8 @@ def _check_command(command: list[str], options: argparse.Namespace) -> None:
     _check_divisible(methods, options.nproc_per_node, *options.nnodes)
     from hasten.launch.launcher import preflight_check
 
-    preflight_check(inner.task, options.nproc_per_node, methods, options.nnodes[0])
+    nodes, is_elastic = options.nnodes[1], options.nnodes[0] < options.nnodes[1]
+    preflight_check(inner.task, options.nproc_per_node, methods, nodes, is_elastic)
 
 
 def _check_divisible(methods: Sequence[Method], nproc_per_node: int, min_nodes: int, max_nodes: int) -> None:

@@ -31,6 +31,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Quantize the model and print the trials; exit code 1 if no int8 model passes."""
+    from hasten.deploy.onnx_model import require
+
+    for package in ("pydantic", "onnx", "onnxruntime", "onnxscript"):
+        require(package)
     from hasten.deploy.quantize import quantize
 
     limits = {"budget": options.budget, "target": options.target, "max_loss": options.max_loss}

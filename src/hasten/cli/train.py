@@ -70,6 +70,7 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
     """Train in this process or in this rank of a job; with ``--processes`` above 1, start the job."""
     if not isinstance(options.task, str):
         return _run_script(options)
+    types.check_not_in_job(options.processes)
     if options.processes > 1 and not in_job():
         from hasten.engine.registry import make_methods
         from hasten.launch.launcher import launch, preflight_check

@@ -13,6 +13,7 @@ import torch
 from hasten._torch_compat import in_place_version
 from hasten.core.errors import ConfigurationError, format_error
 from hasten.data.buffer_pool import acquire
+from hasten.data.io.conversion_manifest import stored_classes
 from hasten.data.io.paths import file_signature, is_remote, plain
 from hasten.data.source import BadRowPolicy, Source, WrappedSource, column_leaves, map_columns
 from hasten.utils.batch import copy_to_device
@@ -33,6 +34,11 @@ class Arrays(Source):
 
     def __len__(self) -> int:
         return self.length
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes by index, if the files were converted from a text target or directories."""
+        return stored_classes([item for item in column_leaves(self.args) if isinstance(item, str)])
 
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         if self._signatures() != self.signatures:

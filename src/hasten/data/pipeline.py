@@ -287,6 +287,14 @@ class Pipeline:
             source = source.source  # a cache, or the maps before it
         return getattr(source, "classes", None)
 
+    @property
+    def matrix_columns(self) -> list[str] | None:
+        """The columns of a table that are the matrix of every batch, in order; None if there is none, or with maps."""
+        source: Any = self.source
+        while isinstance(source, WrappedSource) and not hasattr(source, "functions"):  # a cache, without maps in it
+            source = source.source
+        return None if self.sample_maps or self.batch_maps else getattr(source, "matrix_columns", None)
+
     # ---- further attributes of a DataLoader, which trainers read
 
     batch_sampler: ClassVar[None] = None  # as for a DataLoader of whole batches

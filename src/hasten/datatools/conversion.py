@@ -17,17 +17,16 @@ import numpy
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.core.progress import ProgressCallback, no_progress
+from hasten.data.io.conversion_manifest import MANIFEST, load_manifest
 from hasten.data.io.paths import plain
 from hasten.data.source import BadRow, BadRowPolicy
 from hasten.data.validation import at_least
 from hasten.datatools.format_detection import (
-    MANIFEST,
     SKIPPED,
     StorageFormat,
     class_names,
     count_by_title,
     formats_at,
-    load_manifest,
     select_openable,
 )
 from hasten.datatools.row_reader import RowReader

@@ -1,6 +1,5 @@
 """Detects the storage format of the files at a path by their names, and opens the pipeline that reads them."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,11 +17,13 @@ from hasten.data.formats.tfrecord import SUFFIXES as TFRECORD_SUFFIXES
 from hasten.data.formats.tfrecord import tfrecord
 from hasten.data.formats.token_files import tokens
 from hasten.data.formats.webdataset import Shards
+from hasten.data.io.conversion_manifest import MANIFEST, load_manifest, stored_classes
 from hasten.data.io.paths import is_file_error, is_remote, resolve_paths
+from hasten.data.io.remote import has_suffix
 from hasten.data.pipeline import Pipeline
 from hasten.data.source import Source
 
-MANIFEST, SKIPPED = "conversion.json", "skipped.jsonl"  # files that `hasten data convert` writes beside the data
+SKIPPED = "skipped.jsonl"  # a file that `hasten data convert` writes beside the data, as MANIFEST
 WINDOW = 1024  # default number of tokens of a sample
 
 
@@ -64,7 +65,7 @@ def formats_at(path: str | Path) -> list[tuple[StorageFormat, list[str]]]:
     """
     files: dict[str, list[str]] = {}
     for file in resolve_paths(path):
-        name = next((kind.name for kind in FORMATS.values() if file.lower().endswith(kind.suffixes)), "")
+        name = next((kind.name for kind in FORMATS.values() if has_suffix(file, kind.suffixes)), "")
         files.setdefault(name, []).append(file)
     unknown = files.pop("", [])
     others = [file for file in unknown if os.path.basename(file) not in (MANIFEST, SKIPPED)]
@@ -104,8 +105,7 @@ def class_names(source: Source, files: list[str]) -> list[str] | None:
     """Returns class names in the order of their indices, from the source or else from ``conversion.json`` beside its
     files; None if there are none.
     """
-    stored = load_manifest(os.path.dirname(files[0])).get("classes")
-    return getattr(source, "classes", None) or ([str(name) for name in stored] if isinstance(stored, list) else None)
+    return getattr(source, "classes", None) or stored_classes(files)
 
 
 def open_pipeline(
@@ -194,12 +194,3 @@ def _open_arrays(where: Any) -> Pipeline:
         if len(columns) == len(files):
             return arrays(*columns.values()) if manifest["is_tuple"] else arrays(columns)
     return arrays(files[0]) if len(files) == 1 else arrays(dict(by_stem))
-
-
-def load_manifest(directory: str) -> dict:
-    """The manifest of the conversion that wrote a directory; empty if there is none."""
-    try:
-        manifest = json.loads((Path(directory) / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return manifest if isinstance(manifest, dict) else {}

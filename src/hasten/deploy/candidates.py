@@ -119,6 +119,8 @@ def quantize_model(model: Path, out: Path, candidate: QuantizationCandidate, bat
                 module.quantize_dynamic(str(model), str(out), weight_type=uint8, **options)
             else:
                 types = {"weight_type": int8, "activation_type": uint8, "quant_format": module.QuantFormat.QDQ}
+                if candidate.calibration != "minmax":
+                    batches = _of_one_shape(batches)
                 reader = SimpleNamespace(get_next=partial(next, iter(batches), None))
                 method = ways[candidate.calibration]
                 module.quantize_static(str(model), str(out), reader, calibrate_method=method, **types, **options)
@@ -162,6 +164,13 @@ def quantize_weights(model: Path, out: Path, in_float: Sequence[str] = ()) -> No
     for node in reversed([node for pair in conversions.values() for node in pair]):
         graph.node.insert(0, node)
     onnx.save(proto, out)
+
+
+def _of_one_shape(batches: Sequence[Arrays]) -> list[Arrays]:
+    """The batches of the shapes that most of them have: ONNX Runtime stacks them for its histograms."""
+    shapes = [[array.shape for array in batch.values()] for batch in batches]
+    usual = max(shapes, key=shapes.count)
+    return [batch for batch, own in zip(batches, shapes, strict=True) if own == usual]
 
 
 def _channel_axis(node: Any, onnx: Any) -> int:

@@ -80,6 +80,8 @@ def export_onnx(trained: TrainedModel, path: Path) -> None:
     ]
     try:
         write_onnx(trained.model, inputs, trained.model.names, free, path)
+    except (ConfigurationError, RunError):  # of a package that is missing
+        raise
     except Exception as error:  # of many classes, private ones among them
         raise ConfigurationError(f"{trained.task.name} cannot be exported: {_operation_of(error)}") from None
 
@@ -162,6 +164,9 @@ def _check_samples_are_separate(trained: TrainedModel, inputs: list[torch.Tensor
     ):
         raise ConfigurationError(f"{name} cannot be exported: {problem}")
     alone = trained.model(*(tensor[:1] for tensor in inputs))
+    if alone.ndim < output.ndim:
+        advice = "squeeze() removes the dimension of the batch, too: use squeeze(-1) in the model"
+        raise ConfigurationError(f"{name} returns scores of shape {tuple(alone.shape)} for one sample; {advice}")
     if alone.shape != output[:1].shape or not torch.allclose(
         alone, output[:1], rtol=0, atol=SEPARATE * float(output.abs().max()), equal_nan=True
     ):

@@ -209,6 +209,7 @@ class _Search:
             warnings.warn(text, HastenWarning, stacklevel=4)
         if not math.isfinite(self.value):
             raise RunError(f"the metric of the float model is {self.value}, so that no loss can be compared with it")
+        signature_of(self.trained, self.value)  # what can have no signature is refused now, not after the search
         self.batches = list(self._calibration())
         if not self.batches:
             raise ConfigurationError(f"{self.trained.task.name} has no training data to calibrate with")

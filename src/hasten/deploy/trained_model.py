@@ -25,7 +25,7 @@ from hasten.engine.error_messages import explain_error
 from hasten.engine.metrics import MetricAccumulator, higher_is_better, logits_of, name_of
 from hasten.engine.plan import Program, build
 from hasten.engine.tasks import TaskRef, workload_names
-from hasten.utils.batch import TARGET_NAMES, batch_size, target_of
+from hasten.utils.batch import TARGET_NAMES, batch_size, is_graph, target_of
 
 WEIGHTS = "model.safetensors"
 OUTPUT_SHAPES = 16  # shapes of inputs for which the shape of the output is computed
@@ -297,7 +297,11 @@ def _named_inputs(batch: Batch) -> dict[str, Any]:
 
 
 def _input_names(module: nn.Module, batch: Batch, task: Task) -> tuple[list[str], bool]:
-    """(input names, whether the model takes them by name); RunError if it also takes the target from a tuple batch."""
+    """(input names, whether the model takes them by name); RunError if it takes the target from a tuple batch, too,
+    or gets a graph.
+    """
+    if is_graph(batch):
+        raise RunError(f"{task.name} trains on graphs, and a model of graphs cannot be exported")
     inputs = _named_inputs(batch)
     if not isinstance(batch, (tuple, list)):
         return list(inputs), True

@@ -16,7 +16,7 @@ from zlib import crc32
 
 import numpy
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from hasten.core.data import BatchSource
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError
@@ -83,8 +83,11 @@ def share_evaluation(batches: BatchSource, shards: EvaluationShards) -> BatchSou
     spec = batches.spec
     if spec is None or shards.ranks.is_single_process or spec.length < shards.ranks.world_size:
         return None
-    if spec.loader is not None and not isinstance(spec.loader.sampler, SequentialSampler):
-        return None  # shuffled: each rank has an order
+    # not ``loader.sampler``, which is sequential beside any batch_sampler of the user's
+    sampler = None if spec.loader is None else spec.loader.batch_sampler
+    in_order = type(sampler) is BatchSampler and isinstance(sampler.sampler, (SequentialSampler, range))
+    if sampler is not None and not in_order:
+        return None  # shuffled, or in an order that only the sampler knows: each rank may have another one
     order = spec.batch_sampler
 
     def numbered(epoch: int) -> Iterator[list[int]]:
@@ -137,7 +140,7 @@ def shard_batches(batches: BatchSource, ranks: ProcessGroupInfo, log: ShardLog, 
             # only the first one: a list that belongs to the whole batch may by chance be as long as the last batch
             if index == start and _has_samples_outside_tensors(batch, batch_size(batch)):
                 raise RunError(NOT_TENSORS)
-            log.batches[epoch, index] = batch_size(batch), _fingerprint(batch)
+            log.batches[epoch, index] = batch_size(batch), fingerprint(batch)
             yield _shard(batch, ranks, log)
 
     return dataclasses.replace(batches, epoch=epoch, with_workers=None)
@@ -339,7 +342,7 @@ def _has_samples_outside_tensors(batch: Batch, samples: int) -> bool:
     return any(is_list_of_samples(leaf) or (isinstance(leaf, numpy.ndarray) and leaf.ndim) for leaf in leaves)
 
 
-def _fingerprint(batch: Batch) -> int:
+def fingerprint(batch: Batch) -> int:
     """Checksum that distinguishes the samples of a batch from others.
 
     Taken of one integer a sample, such as labels, which random augmentation does not change; else of all integers, such

@@ -9,23 +9,30 @@ DataLoader is iterated as a hand-written loop would. A pipeline of hasten.data, 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, zip_longest
 from types import GeneratorType
 from typing import Any, cast
+from zlib import crc32
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (  # pyright: ignore[reportUnknownVariableType]
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    default_collate,
+)
 
 from hasten.core.data import BatchSource, LoaderSpec
-from hasten.core.errors import ConfigurationError
+from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.method import Method, hooks_of
 from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
 from hasten.core.types import Batch
-from hasten.distributed.batch_sharding import ShardLog, check_batch_divisible, shard_batches
+from hasten.distributed.batch_sharding import SAME_DATA, ShardLog, check_batch_divisible, fingerprint, shard_batches
 from hasten.engine.composition import call_hook
 from hasten.engine.loaders import from_iterable_dataset, from_loader, from_spec, length_of
+from hasten.loading.probe import probe_samples
 from hasten.utils.rng import derive_seed, preserve_rng_state
 
 ONE_PROCESS_ONLY = (
@@ -39,6 +46,7 @@ def load_data(task: Task) -> Task:
     train = _load(task.train_data, "train_data")
     validation = None if task.validation_data is None else _load(task.validation_data, "validation_data")
     _check_classes(train, validation)
+    _check_columns(train, validation)
     return replace(task, train_data=train, validation_data=validation)
 
 
@@ -55,6 +63,15 @@ def _check_classes(train: Any, validation: Any) -> None:
     what = f"{one} is {numbers[0][one]} and {numbers[1][one]}"
     problem = "train_data and validation_data number their classes differently"
     raise ConfigurationError(f"{problem}: {what}; give both the same directories of classes, or the same classes=")
+
+
+def _check_columns(train: Any, validation: Any) -> None:
+    """ConfigurationError if both are tables read as matrices, of other columns or in another order."""
+    columns = [found for data in (train, validation) if (found := getattr(data, "matrix_columns", None))]
+    if len(columns) == 2 and columns[0] != columns[1]:
+        one, other = next(pair for pair in zip_longest(*columns) if pair[0] != pair[1])
+        problem = "train_data and validation_data have other columns, or the same in another order"
+        raise ConfigurationError(f"{problem}: {one!r} and {other!r} in one place; pass both the same columns=[...]")
 
 
 def _class_numbers(data: Any) -> dict[str, int]:
@@ -207,6 +224,30 @@ def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
         raise ConfigurationError(f"a method of this recipe must see a batch before the training, and {reason}")
     with preserve_rng_state(*source.generators):
         return next(iter(source.epoch(0, 0)))
+
+
+def check_same_samples(batches: BatchSource, ranks: ProcessGroupInfo) -> None:
+    """RunError if a few samples that are read by index have other labels, or targets, on another rank. A collective."""
+    spec = batches.spec
+    if ranks.is_single_process or spec is None or isinstance(spec.dataset, range):  # numbers of nodes of a graph
+        return
+
+    def labels() -> int:
+        with preserve_rng_state(*batches.generators):
+            samples = probe_samples(spec, in_worker=True)
+        try:
+            return crc32(repr([fingerprint(default_collate([sample])) for sample in samples]).encode())
+        except (RuntimeError, TypeError):  # only the task's own collate function makes tensors of them
+            return 0
+
+    found = ranks.all_gather((len(spec.dataset), first := labels()))
+    other = next((rank for rank, one in enumerate(found) if one != found[0]), 0)
+    if other == 0 or len({length for length, _ in found}) > 1:  # then the orders differ, which is reported
+        return
+    if any(ranks.all_gather(labels() != first)):  # drawn at every read, as negative samples are
+        return
+    advice = "give whatever splits or makes the data a fixed seed, and iterate over sets in sorted order"
+    raise RunError(f"rank {other} has other samples than rank 0: {SAME_DATA}; {advice}")
 
 
 def apply_data_hook(method: Method, inner: BatchSource, run: RunContext) -> BatchSource:

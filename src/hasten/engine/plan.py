@@ -135,6 +135,7 @@ def _build_data(
     """(training, validation, shards of validation). Sets ``run.plan.steps`` from their length, and ``peek_batch``."""
     plan, pp_size = run.plan, run.parallel.pp_size if run.parallel else 1
     train = data_adapters.training(task, plan.batch_size, run.seed, _data_ranks(run), log, pp_size)
+    data_adapters.check_same_samples(train, run.ranks)
     task_batch_size = data_adapters.initial_plan(task).batch_size  # of the validation, whatever a method changes
     validation, shards = data_adapters.validation(task, task_batch_size, run.seed), None
     own_evaluation = task.evaluate is not None  # it reads all batches

@@ -12,19 +12,22 @@
     result.json         written last: a directory with a result is a finished run
 """
 
+import errno
 import fcntl
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError, HastenWarning, RunError
 from hasten.core.recipe import Recipe
 from hasten.engine.error_messages import translate_disk_errors
 
 BEFORE_BEGIN = {"recipe.toml", "log.jsonl", "times.jsonl", "checkpoints"}  # the last three empty; then environment.json
 TEMPORARY = ".part"
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems such as Lustre without flock
 FREE_THE_DISK = "the files saved before are complete; make the disk writable or free space, then pass --resume"
 
 
@@ -77,7 +80,7 @@ class RunDirectory:
             checkpoints.mkdir(parents=True, exist_ok=True)
             self._log = open(self.path / "log.jsonl", "ab", buffering=0)  # noqa: SIM115  open as long as the run
             self._times = open(self.path / "times.jsonl", "ab", buffering=0)  # noqa: SIM115
-            fcntl.lockf(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it when the process ends
+            lock_file(self._log)
             for incomplete in (*self.path.glob(f"*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")):
                 incomplete.unlink()
         except BlockingIOError:
@@ -170,6 +173,19 @@ class RunDirectory:
 def to_json_lines(records: list[dict[str, Any]]) -> str:
     """Flat records as JSON, one per line; a single call of the encoder for all is five times as fast."""
     return json.dumps(records, allow_nan=False)[1:-1].replace("}, {", "}\n{") + "\n" if records else ""
+
+
+def lock_file(file: IO[Any]) -> None:
+    """Locks an open file until it is closed or the process ends, or warns where the file system has no locks.
+    BlockingIOError if another process has locked it.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        problem = f"the file system of {file.name} has no locks ({error.strerror})"
+        warnings.warn(f"{problem}: start no second process in its directory meanwhile", HastenWarning, stacklevel=3)
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object], advice: str = FREE_THE_DISK) -> None:

@@ -307,9 +307,18 @@ class ScriptProbe(ScriptArm):
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:
         """As ``ScriptArm.build``, but ``evaluation`` in the plan is set however seldom the script evaluates."""
         plan = super().build(with_evaluation)
-        known = known_sites(self.script) or {}
         self.step = plan["step"]
-        return plan | {"evaluation": known.get("evaluation_seconds") if plan["evaluate_every"] else None}
+        return plan | self.evaluations()
+
+    def evaluations(self) -> dict[str, Any]:
+        """``evaluation`` and ``evaluate_every`` of the plan, as this run has shown them by now, else an earlier one."""
+        seen = self._ask("describe")
+        known = seen if seen["evaluation_every"] else known_sites(self.script) or {}
+        every = known.get("evaluation_every")
+        return {
+            "evaluation": known.get("evaluation_seconds") if every else None,
+            "evaluate_every": every and every * self.samples_per_step,
+        }
 
     def _note_end(self, answer: dict[str, Any]) -> None:
         if answer.get("ended") and not self.has_ended:
@@ -328,7 +337,7 @@ class ScriptProbe(ScriptArm):
 
     def evaluate(self) -> float:
         """Seconds of an evaluation that was seen before; runs nothing."""
-        return (known_sites(self.script) or {})["evaluation_seconds"]
+        return self.evaluations()["evaluation"]
 
     def timed_block(self, count: int) -> dict[str, Any]:
         """Trains ``count`` steps: the result of ``train``, and ``phases``: seconds by phase."""

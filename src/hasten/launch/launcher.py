@@ -107,15 +107,18 @@ def launch(
         return max((result.code for result in read_results(directory).values()), default=0)
 
 
-def preflight_check(task: str, processes: int, methods: Iterable[Method], nnodes: int = 1) -> None:
+def preflight_check(
+    task: str, processes: int, methods: Iterable[Method], nnodes: int = 1, is_elastic: bool = False
+) -> None:
     """ConfigurationError, before ranks are started, if the task is unknown or memory does not suffice to start them.
 
     If ``processes``, those of this node, outnumber its CPUs: a warning, and ConfigurationError if a batch has fewer
-    samples than all ``nnodes`` nodes have processes.
+    samples than all ``nnodes`` nodes (the most that may join) have processes; of an elastic job always, since the
+    ranks would find it when a node joins, and end.
     """
     _check_memory(processes)
     ref = TaskRef.of(task)
-    if processes <= available_cpus():
+    if processes <= available_cpus() and not is_elastic:
         return
     try:
         loaded = ref.load()

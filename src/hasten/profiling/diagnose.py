@@ -93,7 +93,7 @@ def diagnose(
         budget=budget * PROFILE_SHARE,
         input_budget=budget * INPUT_SHARE,
         ceilings=processes == 1,
-        on_progress=_part(on_progress, 0.0, before_drift),
+        on_progress=_part(on_progress, 0.0, before_drift, budget * DRIFT_SHARE if processes == 1 else 0.0),
     )
     drift, no_drift = Drift(), {"drift": ONE_PROCESS_DRIFT}
     if processes == 1:
@@ -198,6 +198,8 @@ def _ceilings(profile: StepProfile) -> dict[str, Interval]:
     return {name: Interval(median=bound, low=None, high=None) for name, bound in bounds.items()} | ceilings
 
 
-def _part(on_progress: ProgressCallback, low: float, high: float) -> ProgressCallback:
-    """A progress callback whose 0 to 1 is reported to ``on_progress`` as ``low`` to ``high``."""
-    return lambda what, done, left=None: on_progress(what, low + (high - low) * done, left)
+def _part(on_progress: ProgressCallback, low: float, high: float, later: float = 0.0) -> ProgressCallback:
+    """A progress callback whose 0 to 1 is reported to ``on_progress`` as ``low`` to ``high``, ``later`` seconds before
+    the end.
+    """
+    return lambda what, done, left=None: on_progress(what, low + (high - low) * done, left and left + later)

@@ -109,7 +109,7 @@ def diagnose_ranks(
 
 
 def _profile(probe: RankProbe, ranks: ProcessGroupInfo, budget: float, on_progress: ProgressCallback) -> dict:
-    began, noise = time.monotonic(), SystemNoise()
+    began, noise = time.monotonic(), SystemNoise(os.getppid() or None)  # of the launcher of all ranks here
     on_progress("building the run", 0.0, None)
     plan = probe.build()
     plan |= {"step": ranks.all_reduce_max([plan["step"]])[0]}

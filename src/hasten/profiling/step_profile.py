@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hasten.benchmarking.blocks import (
@@ -114,6 +115,10 @@ def profile_steps(
         timed, plain = _run_blocks(
             probe, count, budget * TIMING_SHARE if ceilings else budget, 1 if is_long else MIN_PAIRS
         )
+        if (
+            task.command and plan["evaluation"] is None
+        ):  # a script may have evaluated for the first time in these blocks
+            plan |= probe.call("evaluations")
         evaluation = plan["evaluation"]
         if evaluation is not None and not is_long:
             evaluation = min(evaluation, probe.call("evaluate"))
@@ -127,27 +132,28 @@ def profile_steps(
             shares |= {name: phases[name] for name in ("logging", "optimizer_step")}
             left = budget * (1 - TIMING_SHARE)
             times = {"count": count, "step": plan["step"], "extra": extra}
-            measured = measure_ceilings(probe, shares, **times, budget=left, on_progress=on_progress)
+            rest = partial(_later, on_progress)
+            measured = measure_ceilings(probe, shares, **times, budget=left, on_progress=rest)
         metric = (_call_if_possible(probe, "metric", seconds=input_budget) if input_budget else None) or {}
         operations = _call_if_possible(probe, "operations", count=1 if is_long else COUNTED_STEPS) or {}
         flops = _call_if_possible(probe, "flops", dtype=operations.get("dtype", "float32"))
         on_progress("the stages of the input pipeline", 1.0, input_budget)
         input_throughput = _input_throughput(probe, input_budget, processes) if input_budget else None
     both = timed + plain
-    samples, seconds = _sum(plain, "samples"), _sum(plain, "seconds")
+    samples, seconds, steps = _sum(plain, "samples"), _sum(plain, "seconds"), _steps(plain, count)
     timing_costs = sorted(_per_sample(a) / _per_sample(b) for a, b in zip(timed, plain, strict=True))
     return StepProfile(
         plan=plan,
         phases=phases,
         ceilings=measured,
-        step=seconds / (count * len(plain)),
+        step=seconds / steps,
         sample=seconds / samples,
         evaluation=evaluation,
         timing_cost=max(0.0, timing_costs[len(timing_costs) // 2] - 1),  # below zero it is noise
-        faults_per_step=_sum(both, "faults") / (count * len(both)),
+        faults_per_step=_sum(both, "faults") / _steps(both, count),
         system_share=_sum(both, "system") / max(_sum(both, "seconds"), _sum(both, "cpu")),
         issue_share=_sum(plain, "issue_seconds") / seconds,
-        queued_steps=(seconds - _sum(plain, "issue_seconds")) * count / seconds,
+        queued_steps=(seconds - _sum(plain, "issue_seconds")) * steps / len(plain) / seconds,
         host_reads_per_step=operations.get("host_reads_per_step"),
         input=input_throughput,
         flops=_flops_rates(flops, samples / seconds) if flops else None,
@@ -168,6 +174,16 @@ def _run_blocks(
         timed.append(probe.call("timed_block", count=count))
         plain.append(probe.call("block", count=count))
     return timed, plain
+
+
+def _steps(blocks: list[dict], count: int) -> float:
+    """Steps of all blocks: ``count`` each, or as many as were left where a script has ended."""
+    return sum(block.get("count", count) for block in blocks)
+
+
+def _later(on_progress: ProgressCallback, what: str, done: float, seconds_left: float | None = None) -> None:
+    """Progress of the ceilings, which come after the phases."""
+    on_progress(what, TIMING_SHARE + (1 - TIMING_SHARE) * done, seconds_left)
 
 
 def _phase_shares(blocks: list[dict], evaluation: float) -> dict[str, float]:

@@ -30,6 +30,8 @@ CAUSES = {
     "{gain:.2f}x as fast",
     "logging": "the loop and its log take {logging:.0%} of the time; without the log, training would be "
     "{gain:.2f}x as fast",
+    "loop": "what the loop does besides the model, the optimizer and the loader (loss, copies, metrics, callbacks of a "
+    "framework) takes {loop:.0%} of the time; if it were free, training would be {gain:.2f}x as fast",
     "own_code": "the script's own {function} ({site}) takes {share:.0%} of the time; if it were free, training would "
     "be {gain:.2f}x as fast",
     "system_time": "the operating system takes {system:.0%} of the CPU time, with {faults:.0f} page faults a step: "
@@ -56,6 +58,8 @@ def possible_gains(profile: StepProfile, ceilings: Mapping[str, float]) -> dict[
     """Cause -> factor by which the run would be faster without it (1.0: no gain), measured or an upper bound."""
     bounds = {phase: amdahl(profile.phases[phase]) for phase in ("input", "optimizer_step", "evaluation")}
     bounds["own_code"] = amdahl(_hottest(profile)["share"])
+    if "cpu" in profile.facts and "logging" not in ceilings:  # a script's, which cannot be switched off
+        bounds["loop"] = amdahl(_share_of_loop(profile))
     return bounds | {"system_time": amdahl(profile.wasted_share)} | dict(ceilings)
 
 
@@ -95,6 +99,7 @@ def describe_diagnosis(profile: StepProfile, gains: Mapping[str, float]) -> str:
             faults=profile.faults_per_step,
             batch=profile.plan["batch_size"],
             factor=BATCH_FACTOR,
+            loop=_share_of_loop(profile),
             **_hottest(profile),
         )
     else:
@@ -103,9 +108,25 @@ def describe_diagnosis(profile: StepProfile, gains: Mapping[str, float]) -> str:
     if (reads := reads or 0) >= 0.5:
         cost = HOST_READ_COST["cuda" if "cuda" in profile.facts else "cpu"]
         sites = sorted(profile.code["synchronizations"], key=lambda read: -read["per_step"])
-        where = f", most of them at {sites[0]['site']}" if sites[1:] else f", at {sites[0]['site']}" if sites else ""
+        where = f", {_places(sites, reads)}" if sites else ""
         sentence += HOST_READS.format(reads=reads, where=where, cost=cost)
     return sentence[0].upper() + sentence[1:] + "."
+
+
+def _places(sites: list[dict[str, Any]], reads: float) -> str:
+    """Where a script reads values, the line with the most reads first; ``reads``: of all sites, a step."""
+    first = sites[0]["site"]
+    if not sites[1:]:
+        return f"at {first}"
+    if 2 * sites[0]["per_step"] > reads:
+        return f"most of them at {first}"
+    return f"at {first} and {sites[1]['site']}" + (" among others" if sites[2:] else "")
+
+
+def _share_of_loop(profile: StepProfile) -> float:
+    """The share of what is neither a phase nor in a function of the script's own that has a row of its own."""
+    own = sum(one["share"] for one in profile.code["functions"] if one["phase"] == "logging")
+    return max(0.0, profile.phases["logging"] - own)
 
 
 def _hottest(profile: StepProfile) -> dict[str, Any]:

@@ -42,10 +42,12 @@ def between(interval: Mapping[str, float | None]) -> str:
 
 
 def metric(value: float | None, unit: str = "", signed: bool = False) -> str:
-    """A metric as text: four decimals below 10, else four significant digits; ``signed`` adds a plus sign."""
+    """A metric as text: four decimals below 10, else four significant digits, or all before the point; ``signed`` adds
+    a plus sign.
+    """
     if value is None:
         return UNKNOWN
-    sign, kind = "+" if signed else "", ".4g" if abs(value) >= 10 else ".4f"
+    sign, kind = "+" if signed else "", ",.0f" if abs(value) >= 9999.5 else ".4g" if abs(value) >= 10 else ".4f"
     number = f"{value:{sign}{kind}}".replace("-", MINUS)
     return f"{number} {unit}".strip()
 
@@ -65,8 +67,13 @@ def money(value: float | None) -> str:
 
 
 def plain(value: float | None, unit: str = "", digits: int = 4) -> str:
-    """A number as text with as few digits as it needs, at most ``digits`` significant ones, and its unit."""
-    return UNKNOWN if value is None else f"{value:.{digits}g} {unit}".strip()
+    """A number as text with as few digits as it needs, and its unit: ``digits`` significant ones, of large numbers all
+    before the point.
+    """
+    if value is None:
+        return UNKNOWN
+    number = f"{value:.{digits}g}"
+    return f"{f'{value:,.0f}' if 'e+' in number else number} {unit}".strip()
 
 
 def count(value: float | None, singular: str, plural: str) -> str:

@@ -308,12 +308,19 @@ def _step_facts(result: Json) -> list[tuple[str, str]]:
         ("fastest format", f"{flops['best_format']}, a peak of {best} GFLOP/s" if has_faster else ""),
         ("copying in memory", f"{copied} GB/s" if flops["copy_gb_per_second"] else ""),
         *(
-            (name.replace("_", " "), f"{value:.3g}" if isinstance(value, float) else str(value))
+            (name.replace("_", " "), _cause(name, value))
             for name, value in result["causes"].items()
             if value is not None
         ),
         ("disturbed", view_model.disturbance(result["system_noise"])),
     ]
+
+
+def _cause(name: str, value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    is_share = name.endswith(("_share", "_cost"))
+    return formatting.percent(value) if is_share else formatting.plain(value, digits=3)
 
 
 def _input_throughput(measured: Json) -> list[RenderableType]:

@@ -31,8 +31,8 @@ class ServedModel(OnnxModel):
         files: Inode and time of change of both files, by which a newer model is recognized.
 
     Raises:
-        ConfigurationError: A file is missing or damaged, the model is not what its signature states, its scores for a
-            sample of zeros are not finite, or its sums would saturate on this processor.
+        ConfigurationError: A file is missing or damaged, the model is not what its signature states or cannot compute
+            a sample of zeros, or its sums would saturate on this processor.
     """
 
     def __init__(self, directory: Path, threads: int = 0):
@@ -63,11 +63,9 @@ class ServedModel(OnnxModel):
                 problem = f"the {kind} of {self.path} are not those of its signature: {text:.200}"
                 raise ConfigurationError(f"{problem}; export the model again")
         try:
-            scores = self.run(zero_inputs(self.signature))
+            self.run(zero_inputs(self.signature))  # NaN is no error: the mean of a text that is all padding
         except RunError as error:
             raise ConfigurationError(str(error)) from None
-        if not numpy.isfinite(scores).all():
-            raise ConfigurationError(f"the scores of {self.path} are not finite numbers")
 
 
 def _fits(spec: TensorSpec, entry: Any) -> bool:

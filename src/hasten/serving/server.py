@@ -51,7 +51,7 @@ def serve(
         port: Port; 0 for a free one.
         token_file: File with the bearer token that requests must carry; readable by its owner only. None: the
             environment variable HASTEN_TOKEN, if it is set.
-        compare: Directory of a second model that gets the same requests and answers none.
+        compare: A second model, as ``model``, that gets the same requests and answers none.
         tune_batching: Whether to measure the batch size and the wait at the start, in place of those of ``settings``.
         settings: Limits of batches, queue and deadline.
         max_body: Largest body of a request, in bytes; None: that of one sample as JSON, at least 4 MB.
@@ -72,7 +72,7 @@ def serve(
         raise ConfigurationError(f"--host {host} can be reached by others; give a --token-file, or serve at 127.0.0.1")
     first = ServedModel(model_directory(Path(model), report), threads)
     holder = ModelHolder(first, report)
-    second = ServedModel(Path(compare), 1) if compare is not None else None
+    second = ServedModel(model_directory(Path(compare), report), 1) if compare is not None else None
     if second is not None and second.signature.inputs != first.signature.inputs:
         problem = f"{compare} takes other inputs than {model}, so they cannot be compared"
         raise ConfigurationError(f"{problem}; leave --compare out, or export both from the same task")

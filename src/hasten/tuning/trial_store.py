@@ -4,7 +4,6 @@ One JSON line per trial, with a key made of everything that its outcome depends 
 started again makes the same decisions, and finds the outcomes here.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 from hasten.core.errors import ConfigurationError, HastenWarning
 from hasten.engine.error_messages import translate_disk_errors
+from hasten.engine.run_dir import lock_file
 
 FILE, LOCK = "trials.jsonl", "lock"
 BEGIN = '{"key": '  # of every line
@@ -55,7 +55,7 @@ class TrialStore:
             directory.mkdir(parents=True, exist_ok=True)
             lock = (directory / LOCK).open("a")
             self._unlock = weakref.finalize(self, lock.close)  # releases the lock, as does the end of the process
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
         except BlockingIOError:
             raise ConfigurationError(

@@ -81,13 +81,19 @@ def batch_size(batch: Batch) -> int:
         for item in items:
             if item and all(isinstance(sample, Mapping) for sample in item):
                 return len(item)
-    outside_lists = (size for item in items if type(item) is not list for size in _sizes(item))
+    outside_lists = (size for item in items if type(item) is not list for size in _sizes(item, _is_list))
     return next(chain(outside_lists, _sizes(batch)), 1)
 
 
-def _sizes(batch: Batch) -> Iterator[int]:
-    """The first dimension of each tensor that is not a scalar, in order; of a PackedSequence, its sequences."""
-    for leaf in tree_leaves(batch):
+def _is_list(node: Any) -> bool:
+    return type(node) is list
+
+
+def _sizes(batch: Batch, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[int]:
+    """The first dimension of each tensor that is not a scalar, in order; of a PackedSequence, its sequences. What is
+    inside of a leaf does not count.
+    """
+    for leaf in tree_leaves(batch, is_leaf):
         if isinstance(leaf, PackedSequence):
             yield int(leaf.batch_sizes[0])
         elif isinstance(leaf, torch.Tensor) and leaf.ndim:
@@ -134,7 +140,7 @@ def chunk_batch(batch: Batch, count: int) -> list[Batch]:
             return False
         if all(map(has_all, node)):  # inputs, unless they are as many images as each has channels
             return len({item.shape for item in node}) > 1 and node[0].ndim == 3
-        return all(isinstance(item, (torch.Tensor, Mapping)) for item in node)
+        return all(isinstance(item, (torch.Tensor, Mapping, str, bytes)) for item in node)
 
     def cut(low: int, high: int) -> Batch:
         def of_part(node: Any) -> Any:

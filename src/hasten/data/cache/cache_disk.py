@@ -35,7 +35,7 @@ from hasten.data.array_source import from_numpy_array
 from hasten.data.source import column_leaves, length_of
 from hasten.engine.error_messages import translate_disk_errors
 
-FORMAT = 5  # to be increased with every change of what is written or of how sources read
+FORMAT = 6  # to be increased with every change of what is written or of how sources read
 DAMAGE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError)  # of reading a damaged or missing cache
 JSON_KEYS = (str, int, float, bool, type(None))  # types that JSON restores
 LOCK_POLL_INTERVAL_S = 0.1

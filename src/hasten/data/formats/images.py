@@ -69,7 +69,7 @@ class Images(Source):
             self.files = file_list_of(files, address_of(directory) if is_remote(directory) else "")
         self.classes: list[str] = []
         self.labels: torch.Tensor | None = None
-        if labels == "directory":
+        if isinstance(labels, str) and labels == "directory":
             self.classes, self.labels = _label_by_directory(self.files)
         elif labels is not None:
             self.labels = _label_by_name(self.files, labels)
@@ -171,7 +171,7 @@ def _label_by_directory(files: FileList) -> tuple[list[str], torch.Tensor]:
 def _label_by_name(files: FileList, labels: Any) -> torch.Tensor:
     if not isinstance(labels, Mapping):
         expected = '"directory", a dict from file name to number, or None'
-        raise ConfigurationError(f"labels= must be {expected}, not {labels!r}")
+        raise ConfigurationError(f"labels= must be {expected}, not {' '.join(repr(labels).split()):.80}")
     values = []
     for row in range(len(files)):
         label = labels.get(files.relative_path(row), labels.get(files.name(row)))

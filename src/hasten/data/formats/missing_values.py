@@ -8,9 +8,12 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.compute as compute
 import pyarrow.types as types
+from pyarrow.csv import ConvertOptions
 
 from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.formats.table_types import is_number, plain
+
+MISSING_WORDS = frozenset(ConvertOptions().null_values)  # "", NA, NaN, null, ...: a missing number in CSV files
 
 
 def check_fill(fill: Any, types: Mapping[str, Any], columns: Sequence[str]) -> Any:
@@ -83,11 +86,14 @@ def cast_incomplete_columns(table: Any, common_types: Mapping[str, Any]) -> Any:
     return table
 
 
-def empty_to_null(table: Any, name: str) -> Any:
-    """Returns the table with empty strings of a text column as missing values, which CSV cannot express otherwise."""
+def words_to_null(table: Any, name: str, missing: Sequence[str]) -> Any:
+    """Returns the table with some words of a text column, such as "" and NA, as missing values, for which CSV has no
+    other form.
+    """
     words = table.column(name)
-    empty = compute.equal(words, "")  # pyright: ignore[reportAttributeAccessIssue]  # pyarrow generates it
-    words = compute.if_else(empty, pa.scalar(None, words.type), words)  # pyright: ignore[reportAttributeAccessIssue]
+    value_set = pa.array(missing, words.type)
+    is_missing = compute.is_in(words, value_set=value_set)  # pyright: ignore[reportAttributeAccessIssue]  # generated
+    words = compute.if_else(is_missing, pa.scalar(None, words.type), words)  # pyright: ignore[reportAttributeAccessIssue]
     return table.set_column(table.schema.get_field_index(name), name, words)
 
 

@@ -23,6 +23,7 @@ import psutil
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.data.io.paths import FILE_ERRNOS, FileMissingError, is_remote, open_file
 from hasten.data.validation import check_names
+from hasten.engine.resources import free_memory
 
 MEMORY_FRACTION = 1 / 4  # of the free memory, for one table
 MAX_ROWS = 1 << 48  # of a file
@@ -148,6 +149,7 @@ class Csv:
     def _parse(self, path: str) -> _ParsedCsv:
         import pyarrow as pa
 
+        _check_fits(path)
         skipped = []
 
         def skip(row: Any) -> str:
@@ -224,6 +226,14 @@ class _ParsedCsv:
     def chunk(self, index: int, columns: list[str]) -> Any:
         first, last = self.chunk_offsets[index : index + 2]
         return self.good.select(columns).slice(first - bisect_left(self.positions, first), last - first)
+
+
+def _check_fits(path: str) -> None:
+    """Raises ConfigurationError for a local CSV file that is larger than the memory that is free."""
+    size, free = 0 if is_remote(path) or not os.path.isfile(path) else os.path.getsize(path), free_memory()
+    if size > free:
+        sizes = f"{size / 1e9:.3g} GB of CSV are parsed in memory, and {free / 1e9:.3g} GB are free"
+        raise ConfigurationError(f"{path}: {sizes}; split the file, or store it as Parquet with pyarrow.csv.open_csv")
 
 
 def _decompressed(path: str) -> Any:

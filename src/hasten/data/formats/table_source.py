@@ -8,6 +8,7 @@ once with ``.cache("disk")``.
 """
 
 import os
+import re
 import threading
 import warnings
 import weakref
@@ -23,7 +24,7 @@ import pyarrow.types as types
 import torch
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, format_error
-from hasten.data.formats.missing_values import cast_incomplete_columns, check_fill, empty_to_null
+from hasten.data.formats.missing_values import MISSING_WORDS, cast_incomplete_columns, check_fill, words_to_null
 from hasten.data.formats.table_files import MEMORY_FRACTION, FileMetadata, Format, asks_too_much, check
 from hasten.data.formats.table_layout import Layout, Rows, merged
 from hasten.data.formats.table_types import plain, shape_of
@@ -33,8 +34,17 @@ from hasten.data.source import BadRow, BadRowPolicy, Source
 from hasten.data.validation import check_names
 from hasten.engine.resources import free_memory
 
+NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 MAX_DECODE_RATIO = 4  # rows decoded for each row returned, before a warning
 CONCURRENT_CHUNKS = 4  # decoded at a time, at most
+
+
+def _warn_of_numbers(target: str, classes: list[str]) -> None:
+    """Warns of a target whose values are mostly numbers: one stray word, such as ``?``, has made classes of them."""
+    others = [word for word in classes if not NUMBER.fullmatch(word)]
+    if others and len(others) < len(classes) / 2:
+        what = f"the target {target!r} holds {others[0]!r} besides numbers, so that each value is a class, not a number"
+        warnings.warn(f"{what}; replace it, or remove its rows", HastenWarning, stacklevel=2)
 
 
 def _warn_of_partitions(files: list[str], columns: list[str]) -> None:
@@ -79,8 +89,9 @@ class Table(Source):
         if classes is not None and not self._layout.has_classes:
             raise ConfigurationError("classes= are the values of a text target, and there is none; omit classes=")
         self._given_classes = None if classes is None else check_names("classes=", classes)
-        can_be_empty = "" in (self._given_classes or ())
-        self._empty_is_missing = self._guessed_types and self._layout.has_classes and not can_be_empty
+        has_words = self._guessed_types and self._layout.has_classes
+        # of a text target in CSV: they mean a missing class, unless they are classes
+        self._missing_words = sorted(MISSING_WORDS.difference(self._given_classes or ())) if has_words else []
         self._fill = check_fill(fill, self._layout.types, next(iter(schemas.values())).names)
         if gigabytes is not None and not (isinstance(gigabytes, (int, float)) and gigabytes >= 0):
             raise ConfigurationError(f"gigabytes= must be a number of at least 0, not {gigabytes!r}")
@@ -170,7 +181,15 @@ class Table(Source):
                 words.update(table.column(self.target).unique().to_pylist())
         if None in words and isinstance(self._fill, dict):
             words.add(self._fill.get(self.target))
-        return sorted(word for word in words if isinstance(word, str))
+        classes = sorted(word for word in words if isinstance(word, str))
+        if self._guessed_types:
+            _warn_of_numbers(str(self.target), classes)
+        return classes
+
+    @property
+    def matrix_columns(self) -> list[str] | None:
+        """The columns of the matrix of a batch, in order; None if batches are dicts."""
+        return self.columns if self._layout.is_matrix else None
 
     def known_bad_rows(self) -> list[BadRow]:
         return [BadRow(self._offsets[chunk], *self._bad[chunk]) for chunk in self._known_bad]  # chunks of one row
@@ -340,7 +359,7 @@ class Table(Source):
         check_unchanged(file, self._signatures[file])
         if self._guessed_types:
             table = cast_incomplete_columns(table, self._layout.types)
-        return empty_to_null(table, str(self.target)) if self._empty_is_missing else table
+        return words_to_null(table, str(self.target), self._missing_words) if self._missing_words else table
 
     def _damaged(self, chunk: int, error: Exception) -> Exception:
         """Returns what to raise for the error of a chunk: RunError if it is one of the system (it has an errno), else

@@ -88,12 +88,13 @@ def csv(
 ) -> Pipeline:
     """Rows of CSV files, plain or gzipped: parsed once, at this call, and held in memory.
 
-    Convert larger files to Parquet. Types are inferred from the values. An empty field is a missing number, or a
-    missing class of a text target; in other text columns it is an empty string. A line with too few or too many fields
-    is a bad row. If such lines are at least as many as the others, or more than 100,000, all files are refused, because
-    the delimiter or the header is wrong. A file in which the quote of a bad line swallows the following lines cannot be
-    opened. Bad lines divide a file into chunks, and all rows are in memory, so ``.shuffle()`` without a ``window``
-    mixes best.
+    Larger files are refused: split them, or store them as Parquet with ``pyarrow.csv.open_csv``. Types are inferred
+    from the values. An empty field is a missing number, or a missing class of a text target, as are NA, NaN and null
+    there unless ``classes=`` names them; in other text columns it is an empty string. A line with too few or too many
+    fields is a bad row. If such lines are at least as many as the others, or more than 100,000, all files are refused,
+    because the delimiter or the header is wrong. A file in which the quote of a bad line swallows the following lines
+    cannot be opened. Bad lines divide a file into chunks, and all rows are in memory, so ``.shuffle()`` without a
+    ``window`` mixes best.
 
     ``delimiter`` is one character; None: a comma, or a tab in files named ``.tsv``. ``header`` are the names of the
     columns, for files whose first line does not contain them. The other arguments, and errors, are those of

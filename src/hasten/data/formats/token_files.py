@@ -25,6 +25,7 @@ from hasten.data.validation import at_least
 
 HEADER_BYTES = 1024  # of llm.c
 DEFAULT_DTYPE = numpy.dtype("<u2")
+PROBED_TOKENS = 1 << 13  # examined to recognize wider integers
 HEADER_DTYPES = {20240520: numpy.dtype("<u2"), 20240801: numpy.dtype("<u4")}  # by the first integer of the header
 OTHER_FORMATS = {  # by their first bytes
     b"\xff\xd8\xff": "a JPEG image",
@@ -152,11 +153,23 @@ def _open_bare(file: str, dtype: numpy.dtype | None) -> numpy.ndarray:
         dtype, offset = HEADER_DTYPES[first], HEADER_BYTES
     elif dtype is None:
         _check_format(file, begin)
-    dtype = DEFAULT_DTYPE if dtype is None else dtype
+    is_guess, dtype = dtype is None, DEFAULT_DTYPE if dtype is None else dtype
     if (size - offset) % dtype.itemsize:
         unit = f"the {dtype.itemsize} bytes of {dtype}; pass its dtype: tokens(dtype=)"
         raise ConfigurationError(f"{file} has {size} bytes, which is no multiple of {unit}")
-    return numpy.memmap(file, dtype, mode="r", offset=offset)
+    array = numpy.memmap(file, dtype, mode="r", offset=offset)
+    if is_guess and _is_wider(array[:PROBED_TOKENS]):
+        what = "every second of its 16-bit integers is below 16, as where tokens take 32 or 64 bits"
+        raise ConfigurationError(
+            f"{file}: {what}; pass their dtype: tokens(dtype='uint32'), or 'uint16' if it is right"
+        )
+    return array
+
+
+def _is_wider(halves: numpy.ndarray) -> bool:
+    """Whether 16-bit integers look like the low and high halves of larger ones."""
+    low, high = halves[::2], halves[1::2]
+    return len(high) >= 256 and bool(high.max() < 16 <= low.max())
 
 
 def _check_format(file: str, begin: bytes) -> None:

@@ -22,6 +22,7 @@ from hasten.core.errors import ConfigurationError, format_error, suggest
 from hasten.data.buffer_pool import acquire
 from hasten.data.formats.decoding import PIXELS, decode_images, decoder_fingerprint, size_of
 from hasten.data.formats.tar_headers import DamagedTarError, members
+from hasten.data.io.conversion_manifest import stored_classes
 from hasten.data.io.index_cache import IndexedFiles, ReportBytes, load_or_build_index, load_or_compute
 from hasten.data.io.metadata_cache import CacheEntry
 from hasten.data.io.paths import resolve_paths
@@ -87,6 +88,7 @@ class Shards(IndexedFiles, Source):
         target = check_name("target=", target)
         target = None if target is None else _extension(target)
         files = resolve_paths(paths, (".tar",))
+        self.classes = stored_classes(files)  # by index, if the shards were converted from them
         indices = load_or_build_index(files, ["samples"], _index_shard)
         super().__init__(files, indices, [len(info["keys"]) for _, (info, _), _ in indices], "sample")
         keys = [info["keys"] if why is None else [*info["keys"], ""] for _, (info, _), why in indices]

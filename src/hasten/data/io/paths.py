@@ -16,7 +16,7 @@ from typing import BinaryIO, NoReturn
 
 from hasten.core.errors import ConfigurationError, RunError, suggest
 from hasten.data.io import remote
-from hasten.data.io.remote import matcher
+from hasten.data.io.remote import has_suffix, matcher
 
 NUMBER_RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})\}")
 # Errors of one file, as opposed to errors of the machine or the disk.
@@ -166,7 +166,7 @@ def _glob(directory: str, pattern: list[str], suffixes: tuple[str, ...]) -> Iter
     """
     if not pattern:
         for path, _, names in walk(directory):
-            yield os.path.join(directory, path), [name for name in names if name.lower().endswith(suffixes or "")]
+            yield os.path.join(directory, path), [name for name in names if has_suffix(name, suffixes)]
     elif pattern[0] == "**" and len(pattern) > 1:
         for path, _, _ in walk(directory):
             yield from _glob(os.path.join(directory, path) if path else directory, pattern[1:], suffixes)

@@ -19,6 +19,7 @@ from hasten.core.errors import ConfigurationError, HastenWarning, ProgressWarnin
 
 RETRY_DELAYS_S = (1.0, 2.0, 4.0)
 MAX_REQUESTS = 32  # concurrent
+SHARD_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")  # behind the suffix, in the names of TensorFlow
 READ_TIMEOUT_S = 30.0  # without a byte from a web server, after which the request is repeated
 # Keys of fsspec's info() that change with a file; those that depend on the content come first.
 VERSION_FIELDS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id")
@@ -234,11 +235,16 @@ def _glob(ls: Callable, find: Callable, directory: str, pattern: list[str], suff
             yield path
 
 
+def has_suffix(name: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether the name of a file ends in one of some suffixes (none: any), perhaps before the number of a shard."""
+    return not suffixes or SHARD_NUMBER.sub("", name.lower()).endswith(suffixes)
+
+
 def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) -> bool:
     """Whether a pattern selects a file: itself, or by a directory above it if its name ends in one of ``suffixes``."""
     if not pattern:
         is_hidden = any(part.startswith(".") for part in parts)
-        return not is_hidden and (not suffixes or parts[-1].lower().endswith(suffixes))
+        return not is_hidden and has_suffix(parts[-1], suffixes)
     if pattern[0] == "**" and len(pattern) > 1:
         deeper = len(parts) > 1 and not parts[0].startswith(".") and _matches(parts[1:], pattern, suffixes)
         return deeper or _matches(parts, pattern[1:], suffixes)
@@ -250,8 +256,8 @@ def _matches(parts: list[str], pattern: list[str], suffixes: tuple[str, ...]) ->
 def _is_page(system: Any, name: str, suffixes: tuple[str, ...]) -> bool:
     """Whether an HTTP address is a directory (a page of links); False, without a request, if it ends in a suffix."""
     before_query = name.partition("?")[0]
-    has_suffix = suffixes and any(text.lower().endswith(suffixes) for text in (name, before_query))
-    return not has_suffix and bool(_links(system, name))
+    is_file = suffixes and any(has_suffix(text, suffixes) for text in (name, before_query))
+    return not is_file and bool(_links(system, name))
 
 
 def _find_links(system: Any, directory: str) -> Iterator[str]:
