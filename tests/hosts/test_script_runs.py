@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.recipe import Recipe
+from hasten.core.run_context import EngineServices, RunContext
 from hasten.engine.registry import make_method
 from hasten.engine.resources import available_cores
 from hasten.hosts import exactness
@@ -497,3 +499,22 @@ def test_diagnosis_counts_the_evaluations_that_come_within_its_blocks(tmp_path):
 def test_seconds_of_a_step_are_those_of_the_steps_that_were_left():
     found = profile_steps(script("gan.py", "2"), Recipe(), device="cpu", seed=0, budget=4.0)  # 32 steps of 32 samples
     assert found.step == pytest.approx(32 * found.sample)
+
+
+def test_eval_no_grad_spares_a_model_that_differentiates_in_its_forward_pass():
+    class Forces(torch.nn.Linear):
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(super().forward(x).square().sum(), x)[0]
+
+    run = RunContext(torch.device("cpu"), None, services=EngineServices(eval_records_gradients=lambda: True))
+    run.model = Forces(3, 1).eval()
+    forward = make_method("eval_no_grad").forward(run.model, run)
+    assert forward(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_gradient_accumulation_is_refused_where_the_script_forms_its_batches(tmp_path):
+    command = [sys.executable, "-m", "hasten", "train", "--with", "gradient_accumulation", "--quiet", "--"]
+    argv = [*command, sys.executable, str(SCRIPTS / "tensors.py"), "1"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "the script forms its batches itself" in done.stderr

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hasten.core.recipe import Recipe
+from hasten.core.run_context import RunContext
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
 from hasten.testing.tasks import CLASSES
@@ -101,3 +102,17 @@ def test_other_blocks_are_recomputed_beside_one_with_state(convolutional, traine
     usual, less = (trained(convolutional(model=model), recipe) for recipe in ("baseline", "activation_checkpointing"))
     assert usual.same_bits(less)
     assert less.program.effects.evidence["activation_checkpointing"].startswith("1 of 1 blocks")
+
+
+def test_language_model_of_transformers_is_recomputed_without_its_cache():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0))
+    letters, gradients = torch.arange(16).view(2, 8) % 11, []
+    for recipe in ("baseline", "activation_checkpointing"):
+        for method in make_methods(Recipe.coerce(recipe)):
+            method.model(model, RunContext(torch.device("cpu"), None))
+        model.train().zero_grad()
+        model(input_ids=letters, labels=letters).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)

@@ -407,3 +407,29 @@ def test_direct_call_of_the_model_leaves_errors_of_shape_and_symbolic_calls_to_k
 def test_methods_of_keras_have_no_effect_on_other_models(recipe):
     run = applied(recipe, torch.nn.Linear(2, 2))
     assert [name for name, _ in run.no_effect] == [recipe] and not run.effect_checks
+
+
+def test_fused_keras_optimizer_keeps_the_momentum_of_each_weight(keras):
+    def momentum(recipe):
+        keras.utils.set_random_seed(3)
+        x = numpy.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+        dense = keras.layers.Dense(3, kernel_initializer="orthogonal")
+        model = keras.Sequential([keras.layers.Input((4,)), dense])
+        model.compile("adam", "mse")
+        applied(recipe, model)
+        model.fit(x, x[:, :3], epochs=1, shuffle=False, verbose=0)
+        assert not dense.kernel.value.is_contiguous()
+        return model.optimizer._momentums[0].numpy()
+
+    numpy.testing.assert_allclose(momentum("baseline"), momentum("fused_keras_optimizer"), atol=1e-6)
+
+
+def test_fused_keras_optimizer_follows_a_model_that_is_compiled_again(keras):
+    x = numpy.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(3)])
+    model.compile("adam", "mse")
+    applied("fused_keras_optimizer", model)
+    model.fit(x, x, epochs=1, verbose=0)
+    model.compile("adam", "mse")
+    model.fit(x, x, epochs=1, verbose=0)
+    assert "_backend_update_step" in vars(model.optimizer)

@@ -124,3 +124,21 @@ class _Stream(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         return iter(self.samples)
+
+
+class FromOpenFile(Noisy):
+    def __init__(self, path):
+        path.write_bytes(bytes(range(96)) * 1000)
+        self.file = path.open("rb", buffering=0)
+
+    def __getitem__(self, index):
+        self.file.seek(index * 1000)
+        return torch.full((12,), self.file.read(1)[0] / 96), index % 4
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("recipe", ["loader_workers:num_workers=2", "autotune_loader"])
+def test_file_that_is_open_already_is_left_to_one_process(perceptron, recipe, tmp_path):
+    program = build(perceptron(train_data=FromOpenFile(tmp_path / "rows")), make_methods(Recipe.coerce(recipe)))
+    ((_, why),) = program.run.no_effect
+    assert "position all workers would share" in why

@@ -33,6 +33,7 @@ from hasten.utils.tree import bitwise_equal
 
 MIN_SECONDS = 1.0  # that this process would take; for less the start of others does not pay
 MAX_PROCESSES = 8  # each may come to need the memory of the dataset
+SHARED_FILE = "the samples come from a file that is open already, whose position all workers would share"
 CHUNK = 256  # samples that are collated together
 PATIENCE, PATIENCE_S = 4.0, 20.0  # times the expected seconds, and more: processes that hang on a lock are given up
 DESCRIPTORS = Path("/proc/self/fd")
@@ -138,10 +139,7 @@ def _read_in_processes(spec: LoaderSpec, indices: range, fields: Batch, processe
             if process.is_alive():
                 process.kill()
                 process.join()
-    moved = [descriptor for descriptor, at in before.items() if open_positions().get(descriptor, at) != at]
-    for descriptor in moved:  # for this process, which may read on from where it was
-        os.lseek(descriptor[0], before[descriptor], os.SEEK_SET)
-    return not moved and all(process.exitcode == 0 for process in forked)
+    return not _moved_back(before) and all(process.exitcode == 0 for process in forked)
 
 
 def _read_part(spec: LoaderSpec, indices: range, fields: Batch, parent: int) -> None:
@@ -170,6 +168,24 @@ def _may_fork(spec: LoaderSpec) -> bool:
 def _has_children() -> bool:
     """Whether this process has started others: a dataset may exchange requests and answers with one of them."""
     return bool(psutil.Process().children())
+
+
+def shares_open_file(spec: LoaderSpec) -> bool:
+    """Whether samples come from a file that this process has open: forked workers would share its position, and read
+    each other's samples.
+    """
+    if before := open_positions():
+        probe_samples(replace(spec, num_workers=1), in_worker=True)  # here it might open what workers then inherit
+    return _moved_back(before)
+
+
+def _moved_back(before: dict[tuple[int, str], int]) -> bool:
+    """Whether positions have changed; moves them back, for this process, which may read on from where it was."""
+    now = open_positions()
+    moved = [descriptor for descriptor, at in before.items() if now.get(descriptor, at) != at]
+    for descriptor in moved:
+        os.lseek(descriptor[0], before[descriptor], os.SEEK_SET)
+    return bool(moved)
 
 
 def open_positions() -> dict[tuple[int, str], int]:

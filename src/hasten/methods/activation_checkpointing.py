@@ -56,6 +56,13 @@ class ActivationCheckpointing(Method):
 def _checkpointed(block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if any(cache.get_seq_length() for cache in caches):  # such as that of a prefix: a second pass would append to it
+        return forward(*args, **kwargs)
+    if caches:  # Transformers makes one in training, too, and leaves it out where it recomputes a block itself
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
     norms = [module for module in block.modules() if isinstance(module, BatchNorm) and module.track_running_stats]
     if norms and torch.compiler.is_compiling():  # it supports no context_fn, and chooses itself what to recompute
         return forward(*args, **kwargs)
@@ -63,6 +70,11 @@ def _checkpointed(block: torch.nn.Module, forward: Callable[..., Any], *args: An
         kwargs["context_fn"] = lambda: (nullcontext(), _frozen_statistics(norms))
     options = {"use_reentrant": False, "preserve_rng_state": True}
     return checkpoint(forward, *args, **options, **kwargs)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether a value is a cache of keys and values of Transformers, to which every forward pass appends."""
+    return any(cls.__module__ == "transformers.cache_utils" for cls in type(value).__mro__)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from hasten.loading.autotuner import (
     default_memory_budget,
 )
 from hasten.loading.probe import is_deterministic, script_may_change
+from hasten.loading.read_all import SHARED_FILE, shares_open_file
 
 MAX_DRAWN = 1_000_000  # batches of an epoch, whose order is drawn at its start
 
@@ -93,6 +94,8 @@ class AutotuneLoader(Method):
             return batches
         if _current_workers(batches).num_workers or _depends_on_workers(batches):
             return batches
+        if batches.spec is not None and shares_open_file(batches.spec):
+            return batches
         with_workers = batches.with_workers or _worker_switch(_pin_for_gpu(batches, run), run)
 
         def epoch(epoch: int, start: int = 0) -> Iterator[Any]:
@@ -116,7 +119,7 @@ class AutotuneLoader(Method):
         if _depends_on_workers(batches):
             reason = "the samples are random, and each worker of this DataLoader draws from a stream of its own"
             return f"{reason}; pass its dataset as Task(train_data=)"
-        return None
+        return SHARED_FILE if not batches.spec.num_workers and shares_open_file(batches.spec) else None
 
     def _initial_workers(self, current: WorkerConfig) -> WorkerConfig:
         """The workers that the search starts from: those of options ``threads`` and ``processes``, else ``current``."""

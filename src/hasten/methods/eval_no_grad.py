@@ -33,16 +33,23 @@ class EvalNoGrad(Method):
     def forward(self, forward: ForwardFn, run: RunContext) -> ForwardFn:
         if not run.services.eval_records_gradients():
             return run.report_no_effect(self, "the evaluation records no gradients", forward)
-        model, spared = run.model, [0]
+        model, spared, differentiates = run.model, [0], [False]
 
         def forward_without_gradients(batch: Batch) -> torch.Tensor:
             if model.training or not torch.is_grad_enabled():
                 return forward(batch)
-            if any(tensor.requires_grad for tensor in batch_tensors(batch)):  # a saliency map, an adversarial example
+            # a saliency map, an adversarial example
+            if differentiates[0] or any(tensor.requires_grad for tensor in batch_tensors(batch)):
                 return forward(batch)
+            try:
+                with torch.no_grad():
+                    outputs = forward(batch)
+            except RuntimeError:
+                outputs = forward(batch)  # raises again, unless the model differentiates in it, as for forces
+                differentiates[0] = True
+                return outputs
             spared[0] += 1
-            with torch.no_grad():
-                return forward(batch)
+            return outputs
 
         def observe() -> Generator[None, None, str]:
             yield

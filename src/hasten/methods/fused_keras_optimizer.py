@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -40,9 +40,20 @@ class FusedKerasOptimizer(Method):
         if type(optimizer) not in supported:
             run.report_no_effect(self, f"the kernel computes Adam and AdamW, not {type(optimizer).__name__}")
             return model
-        updates = [0]
-        update = _fused_update(optimizer, optimizer._backend_update_step, updates)
-        replace_method(optimizer, "_backend_update_step", update)
+        updates, keras_model = [0], cast(Any, model)
+        compile_model = keras_model.compile
+
+        def fuse(optimizer: Any) -> None:
+            if type(optimizer) in supported and "_backend_update_step" not in vars(optimizer):
+                update = _fused_update(optimizer, optimizer._backend_update_step, updates)
+                replace_method(optimizer, "_backend_update_step", update)
+
+        def compile_again(*args: Any, **kwargs: Any) -> None:  # as before layers are unfrozen: with another optimizer
+            compile_model(*args, **kwargs)
+            fuse(keras_model.optimizer)
+
+        fuse(optimizer)
+        replace_method(model, "compile", compile_again)
 
         def observe() -> str:
             if not updates[0]:
@@ -84,9 +95,14 @@ def _tensors(optimizer: Any, variables: list[Any]) -> tuple[list[torch.Tensor], 
     """Parameters, momentums, velocities and, with amsgrad, their largest values: Keras keeps these tensors."""
     indices = [optimizer._get_variable_index(variable) for variable in variables]
 
-    def of(slots: list[Any]) -> list[torch.Tensor]:
-        return [slots[index].value.detach() for index in indices]
-
     params = [variable.value.detach() for variable in variables]
+
+    def of(slots: list[Any]) -> list[torch.Tensor]:
+        values = [slots[index].value for index in indices]
+        for value, weight in zip(values, params, strict=True):
+            if value.stride() != weight.stride():  # the kernel on the CPU walks through memory and checks no strides
+                value.data = torch.empty_like(weight).copy_(value)
+        return [value.detach() for value in values]
+
     largest = of(optimizer._velocity_hats) if optimizer.amsgrad else []
     return params, of(optimizer._momentums), of(optimizer._velocities), largest

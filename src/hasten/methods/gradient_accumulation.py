@@ -1,15 +1,22 @@
 """Gradient accumulation: each batch in several microbatches, whose gradients are added up."""
 
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from hasten import Card, Exactness, Method, NoEffectError, RunContext, option
+from hasten import Card, ConfigurationError, Exactness, Method, NoEffectError, RunContext, option
 from hasten._torch_compat import BatchNorm
+from hasten.utils.batch import target_of
 from hasten.utils.blocks import state_updated_in_forward
 from hasten.utils.op_recorder import NOT_CHECKED
+
+CLASSIFICATION: Any = torch.nn.CrossEntropyLoss, torch.nn.NLLLoss
+FUNCTIONS = torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss
+IGNORED = -100  # a label that torch's losses leave out
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,9 @@ class GradientAccumulation(Method):
     accumulation_steps: int = option(2, at_least=1)  # microbatches of a batch
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
+        if run.services.in_script:
+            reason = "the script forms its batches itself, and only its own loop can cut them"
+            raise ConfigurationError(f"{self.name} cannot be used: {reason}; leave it out")
         # not in the plan hook: whether microbatches give the same gradient depends on the model
         if any(isinstance(module, BatchNorm) for module in model.modules()):
             reason = "the model has batch normalization, which would normalize each microbatch separately"
@@ -42,12 +52,33 @@ class GradientAccumulation(Method):
             run.report_no_effect(self, f"each microbatch would update {state}")
         elif run.task.step is not None:
             run.report_no_effect(self, "the task's own step would carry its state from one microbatch to the next")
+        elif why := _uneven(run):
+            run.report_no_effect(self, f"{why}, and microbatches are weighted by their samples")
         elif self.accumulation_steps < 2 or (run.plan.is_batch_size_known and run.plan.batch_size < 2):
             run.report_no_effect(self, "each batch is a single microbatch")
         else:
             run.plan.microbatches = self.accumulation_steps
             run.observe_effect(self, partial(_observe, run))
         return model
+
+
+def _uneven(run: RunContext) -> str:
+    """Why samples do not count alike in the loss, as far as torch's losses and the first labels show it; or ""."""
+    loss: Any = run.task.loss
+    names = ("reduction", "weight")
+    given = loss.keywords if isinstance(loss, partial) else {name: getattr(loss, name, None) for name in names}
+    if given.get("reduction") == "sum":
+        return "the loss is a sum over the samples"
+    is_classification = isinstance(loss, CLASSIFICATION) or getattr(loss, "func", None) in FUNCTIONS
+    if is_classification and given.get("weight") is not None:
+        return "the loss weights classes"
+    labels = None
+    with suppress(ConfigurationError):  # data that can be read only once
+        labels = target_of(run.services.peek_batch())
+    is_whole = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
+    if run.ranks.any(is_whole and bool((labels == IGNORED).any())):  # the ranks must cut alike
+        return f"the loss is a mean over labels, of which some are left out ({IGNORED})"
+    return ""
 
 
 def _observe(run: RunContext) -> Generator[None, None, str]:

@@ -5,6 +5,7 @@ from functools import partial
 
 from hasten import BatchSource, Card, Exactness, Method, RunContext, WorkerConfig, WrapOrder, option
 from hasten.loading.probe import script_may_change
+from hasten.loading.read_all import SHARED_FILE, shares_open_file
 from hasten.utils.observe_step import observe_workers
 
 
@@ -55,6 +56,8 @@ class LoaderWorkers(Method):
         )
         if spec == batches.spec:
             return self._unchanged(batches, run, "the data are already read with these options")
+        if self.num_workers and not batches.spec.num_workers and shares_open_file(batches.spec):
+            return self._unchanged(batches, run, SHARED_FILE)
         self._observe(batches, run)
         return spec.build(spec)
 
