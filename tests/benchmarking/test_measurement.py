@@ -3,11 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
 
+from hasten.benchmarking.arm import Arm
 from hasten.benchmarking.measurement import ArmSamples, Measurement
-from hasten.core.errors import RunError
+from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.process_group_info import SINGLE_PROCESS
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
+from hasten.engine.tasks import TaskRef
+from helpers import engine_tasks
 
 
 def measurement(**limits) -> Measurement:
@@ -211,3 +216,16 @@ def test_progress_of_a_long_training_begins_at_zero(monkeypatch):
     for _ in range(2):
         measured._report()
     assert [(done, left) for _, done, left in reports] == [(0.0, 45.0), (1.0, 0.0)]
+
+
+class StepsOnly:
+    def step(self):
+        pass
+
+
+def test_schedule_without_a_state_cannot_be_measured():
+    task = engine_tasks.task(
+        engine_tasks.Augmented(), optimizer=lambda model: (torch.optim.SGD(model.parameters(), 0.1), StepsOnly())
+    )
+    with pytest.raises(ConfigurationError, match="a StepsOnly, has no state_dict"):
+        Arm(TaskRef.of(task), {}, "cpu", 0, SINGLE_PROCESS).build()

@@ -180,3 +180,10 @@ def test_several_labels_of_which_each_sample_happens_to_have_one_are_counted_one
     assert float(METRICS["accuracy"].per_batch(scores, target, loss)) == pytest.approx(2 / 3)
     of_classes = torch.nn.functional.cross_entropy(scores, target)
     assert float(METRICS["accuracy"].per_batch(scores, target, of_classes)) == 1.0
+
+
+@pytest.mark.parametrize(
+    "loss", [torch.nn.CrossEntropyLoss(ignore_index=255), partial(F.cross_entropy, ignore_index=255)]
+)
+def test_label_that_the_loss_ignores_does_not_count(loss):
+    assert measured("accuracy", [(SCORES, torch.tensor([1, 255, 1]), 0.5)], loss=loss).metric == 1.0

@@ -142,12 +142,20 @@ def on_a_plateau(model):
     return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 
+def of_another_model(_):
+    return torch.optim.SGD(engine_tasks.model().parameters(), lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model": lambda: "no module"}, "must return an nn.Module; it returned a str"),
         ({"model": torch.nn.ReLU}, "no parameters to train"),
         ({"optimizer": lambda model: None}, "must return a torch optimizer"),
+        (
+            {"optimizer": lambda model: torch.optim.SGD(engine_tasks.model().parameters(), lr=0.1)},
+            "trains no parameter",
+        ),
         ({"optimizer": on_a_plateau}, "ReduceLROnPlateau waits for the metric of the task, accuracy; give it mode"),
         ({"optimizer": on_a_plateau, "validation_data": None}, "ReduceLROnPlateau waits for a metric; give Task"),
         ({"train_data": []}, r"Task\(train_data=\) is empty"),
@@ -169,3 +177,11 @@ def test_parameters_outside_the_model_are_refused_in_several_processes():
     )
     with pytest.raises(ConfigurationError, match="1 parameters that are not in the model"):
         build(task, ranks=ProcessGroupInfo(world_size=2))
+
+
+def test_model_of_an_earlier_run_is_refused():
+    model = engine_tasks.model()
+    task = dataclasses.replace(engine_tasks.map_style(), model=lambda: model)
+    build(task)
+    with pytest.raises(ConfigurationError, match="the model of an earlier run"):
+        build(task)

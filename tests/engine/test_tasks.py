@@ -211,3 +211,34 @@ def test_unpicklable_objects_are_refused(tmp_path):
 def test_pickled_task_leaves_out_entries_of_the_path_that_are_no_text(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     assert TaskRef.from_json(TaskRef.of(lambda: None).to_json()).obj() is None
+
+
+def test_edited_file_is_read_again(mine):
+    assert len(load_task(f"{mine}/mine.py:small").train_data) == 8
+    (mine / "mine.py").write_text(MINE.replace("return 8", "return 12"))
+    assert len(load_task(f"{mine}/mine.py:small").train_data) == 12
+
+
+OF_MAIN = """
+import sys, torch
+from torch import nn
+from hasten import Task
+from hasten.engine.tasks import TaskRef
+
+class Net(nn.Linear):
+    kinds = {"a", "b", "c"}
+
+data = torch.utils.data.TensorDataset(torch.ones(8, 1), torch.full((8, 1), float(sys.argv[1])))
+task = Task(model=lambda: Net(1, 1), train_data=data, loss=nn.functional.mse_loss, batch_size=4,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+print(TaskRef.from_json(TaskRef.of(task).to_json()).fingerprint())
+"""
+
+
+@pytest.mark.slow
+def test_fingerprint_of_an_object_depends_on_its_content_only(tmp_path):
+    (tmp_path / "main.py").write_text(OF_MAIN)
+    argv = [sys.executable, "main.py"]
+    runs = [subprocess.run([*argv, y], capture_output=True, text=True, cwd=tmp_path, check=False) for y in "112"]
+    first, again, other = (run.stdout for run in runs)
+    assert first and first == again != other, runs[0].stderr

@@ -207,3 +207,12 @@ def test_tune_unreachable_target_is_stated_and_task_warnings_shown_once(tmp_path
         assert [str(each.message) for each in error if each.category is HastenWarning] == ["a column is rounded"]
         measured.append((tmp_path / "out" / "trials.jsonl").read_text())
     assert measured[0] == measured[1]
+
+
+def test_second_task_of_a_notebook_has_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = tune.search_directory(lambda: None)
+    first.mkdir(parents=True)
+    (first / "result.json").write_text("{}")
+    assert tune.search_directory(lambda: None) == first.with_name(f"{first.name}-2")
+    assert tune.search_directory(lambda: None, continues=True) == first

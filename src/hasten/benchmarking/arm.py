@@ -31,6 +31,7 @@ from hasten.engine.finite_checks import non_finite_loss_error
 from hasten.engine.loop import train_steps
 from hasten.engine.memory import MemoryPeak, memory_peaks
 from hasten.engine.observers import losses_to_host
+from hasten.engine.optimizer import check_schedule_state
 from hasten.engine.plan import Program, build
 from hasten.engine.registry import make_methods
 from hasten.engine.tasks import TaskRef
@@ -386,6 +387,7 @@ def _endless(program: Program, epoch: Callable[[int, int], Iterator[Any]]) -> Pr
     schedule, plan = program.schedule, program.plan
     lengths = {"step": plan.steps, "epoch": math.ceil(plan.epochs)}  # an arm steps no schedule that needs a metric
     if schedule is not None and (length := lengths.get(plan.schedule_interval)) is not None:
+        check_schedule_state(program.schedule)
         schedule = _RestartingSchedule(schedule, length)
     plan = dataclasses.replace(program.plan, steps=None, epochs=float("inf"))
     train = dataclasses.replace(program.train, epoch=epoch)

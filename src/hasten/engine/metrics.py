@@ -68,12 +68,13 @@ def _reshape_like(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return scores.reshape(target.shape)
 
 
-def _accuracy(output: Any, target: torch.Tensor, loss: Any, threshold: float | None = None) -> Any:
+def _accuracy(output: Any, target: torch.Tensor, loss: Any, threshold: float | None = None, ignored: int = -1) -> Any:
     """The fraction of samples whose class has the highest score.
 
     A score for each target is a binary decision: positive if it is above ``threshold``, or where that is None above 0,
     the threshold of a logit, unless ``loss`` shows that it is a probability. Targets that are one-hot, or give each
     class a probability, are compared by the class with the highest one, unless ``loss`` is that of binary decisions.
+    ``ignored`` is a label that does not count, besides negative ones.
     """
     scores = logits_of(output)
     if scores.ndim == target.ndim or scores.shape[-1] == 1:
@@ -88,7 +89,7 @@ def _accuracy(output: Any, target: torch.Tensor, loss: Any, threshold: float | N
         shape = f"scores of shape {tuple(scores.shape)}, whose second or last dimension may be that of the classes"
         raise RunError(f"the accuracy is ambiguous for {shape}; give Task(metric=) a function of output and target")
     hits = _reshape_like(scores.argmax(1 if in_first else -1), target) == target  # dimension 1 as in torch, or the last
-    counted = target >= 0  # negative targets are ignored, as -100 in torch's losses
+    counted = (target >= 0) & (target != ignored)  # negative targets are ignored, as -100 in torch's losses
     number = counted.sum()
     return WeightedMean((hits & counted).double().sum() / number.clamp(min=1), number.double())
 
@@ -124,6 +125,12 @@ def _binary_threshold(loss: Any) -> float | None:
         return 0.5
     of_logits = isinstance(loss, torch.nn.BCEWithLogitsLoss) or function is binary_cross_entropy_with_logits
     return 0.0 if of_logits else None
+
+
+def _ignored_label(loss: Any) -> int:
+    """The label that a loss of torch, or a partial of its function, leaves out; -1 if it names none."""
+    label = getattr(loss, "keywords", {}).get("ignore_index", getattr(loss, "ignore_index", -1))
+    return label if isinstance(label, int) else -1
 
 
 def _mean_power(exponent: int, output: Any, target: torch.Tensor, loss: Any) -> torch.Tensor:
@@ -195,7 +202,8 @@ class MetricAccumulator:
             self.named = METRICS[metric]
             self.needs_target = self.named.per_batch is not _loss
             if self.named.per_batch is _accuracy:
-                self.named = replace(self.named, per_batch=partial(_accuracy, threshold=_binary_threshold(task.loss)))
+                how: dict[str, Any] = {"threshold": _binary_threshold(task.loss), "ignored": _ignored_label(task.loss)}
+                self.named = replace(self.named, per_batch=partial(_accuracy, **how))
         elif hasattr(metric, "update") and hasattr(metric, "compute"):
             self.torchmetric = metric.clone() if hasattr(metric, "clone") else metric
             self.torchmetric.reset()

@@ -51,7 +51,7 @@ def check_schedule_state(schedule: Any) -> None:
     for one in getattr(schedule, "schedules", [schedule] if schedule is not None else []):
         if not all(hasattr(one, name) for name in STATE):
             what = f"the schedule of Task(optimizer=), a {type(one).__name__}, has no state_dict and load_state_dict"
-            advice = "without which no run can be resumed; add both, or derive it from torch's LRScheduler"
+            advice = "without which no run can be resumed or measured; add both, or derive it from torch's LRScheduler"
             raise ConfigurationError(f"{what}, {advice}")
 
 
@@ -84,13 +84,17 @@ def _noting_plateau(make_optimizer: OptimizerFactory, task: Task, run: RunContex
 def _saving_outside(make_optimizer: OptimizerFactory, run: RunContext) -> OptimizerFactory:
     """``make_optimizer``, whose parameters outside the model, such as those of a loss, become part of checkpoints.
 
-    ConfigurationError for several processes, which average the gradients of the model only.
+    ConfigurationError if no parameter of the model is among them, and for several processes, which average the
+    gradients of the model only.
     """
 
     def make(model: torch.nn.Module) -> Any:
         made = make_optimizer(model)
         optimizer, _ = optimizer_and_schedule(made)
         outside = parameters_outside(model, optimizer) if hasattr(optimizer, "param_groups") else []
+        if outside and len(outside) == sum(len(group["params"]) for group in optimizer.param_groups):
+            advice = "use the model that it is given: lambda model: Adam(model.parameters())"
+            raise ConfigurationError(f"Task(optimizer=) trains no parameter of the model of Task(model=); {advice}")
         if outside and not run.ranks.is_single_process:
             text = f"the optimizer trains {len(outside)} parameters that are not in the model"
             raise ConfigurationError(

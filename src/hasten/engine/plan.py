@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 
@@ -40,6 +41,7 @@ from hasten.utils.optimizers import OptimizerList
 from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 
 Fold = Callable[[str, Any], Any]  # (hook, thing) -> the thing, wrapped by every method that overrides the hook
+_made: WeakSet[torch.nn.Module] = WeakSet()  # what Task(model=) returned in this process, while it lives
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,10 @@ def _build_model(task: Task, fold: Fold, run: RunContext) -> torch.nn.Module:
         model: Any = task.model()
         if not isinstance(model, torch.nn.Module):
             raise ConfigurationError(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
+        if model in _made:
+            advice = "make it in that function, or return copy.deepcopy(model) there"
+            raise ConfigurationError(f"Task(model=) returned the model of an earlier run, with its weights; {advice}")
+        _made.add(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigurationError("the model has no parameters to train")
         return fold("model", model)

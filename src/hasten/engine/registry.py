@@ -30,6 +30,7 @@ ENTRY_POINTS = "hasten.methods"
 METHODS_DIRECTORY = Path(hasten.methods.__path__[0])
 DISTRIBUTED = "distributed"  # the fact (key of FACTS) under which methods for several processes apply
 OPTION_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "absent"}
+_imported: dict[str, bytes] = {}  # module -> content of its file: a notebook may edit it and train again
 FILE_MODULE_PREFIX = "hasten_file_"  # of modules that import_file creates; other processes cannot import them by name
 
 
@@ -135,7 +136,9 @@ def takes_any_option(cls: type[Method]) -> bool:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Imports a user's Python file as a module, once per process; ConfigurationError if it is missing or raises.
+    """Imports a user's Python file as a module, once per process, and again if it has changed.
+
+    ConfigurationError if it is missing or raises.
 
     Its directory stays on the path, at the end: functions of the file may import other files beside it.
     """
@@ -144,12 +147,13 @@ def import_file(path: Path) -> ModuleType:
         raise ConfigurationError(f"there is no file {path}")
     stem, digest = re.sub(r"[^0-9a-zA-Z]", "_", path.stem), hashlib.sha1(str(path).encode()).hexdigest()[:8]
     name = f"{FILE_MODULE_PREFIX}{stem}_{digest}"
-    if name in sys.modules:
+    content = path.read_bytes()
+    if name in sys.modules and _imported.get(name, content) == content:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # loader workers look its classes up here
+    sys.modules[name], _imported[name] = module, content  # loader workers look its classes up here
     directory = str(path.parent)
     sys.path.insert(0, directory)
     try:

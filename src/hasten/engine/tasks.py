@@ -10,9 +10,11 @@ import base64
 import hashlib
 import importlib
 import inspect
+import io
 import json
 import os
 import pkgutil
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Generator, Sequence
@@ -32,6 +34,7 @@ from hasten.engine.registry import FILE_MODULE_PREFIX, import_file, line_in, mak
 
 ENTRY_POINTS = "hasten.workloads"
 TRAINING = ("fit", "train", "training_step")  # methods of objects that train or are trained
+CLASS_NUMBER = re.compile("[0-9a-f]{32}")  # cloudpickle draws one for each class of a main script or notebook
 MAX_SUGGESTIONS = 8  # functions of a file that an error message lists
 
 TaskLike: TypeAlias = "TaskRef | Task | Callable[[], Task] | str | Path"  # what ``TaskRef.of`` accepts
@@ -149,7 +152,7 @@ class TaskRef:
     def fingerprint(self) -> str:
         """Name and hash of the task's code: its file and modules imported from its directory, or the pickled object."""
         if self.obj is not None:
-            sources = [_pickle(self.obj).encode()]
+            sources = [_content(self.obj)]
         else:
             file = Path(self.file or inspect.getsourcefile(_workload(self.name)) or "")
             sources = [path.read_bytes() for path in [file, *(_imported_from(file.parent) if self.file else ())]]
@@ -289,6 +292,31 @@ def _functions_in(module: ModuleType) -> list[str]:
 def _has_required_arguments(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters.values()
     return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def _content(obj: Any) -> bytes:
+    """A pickle of an object for its fingerprint, the same in every process, unlike that of ``_pickle``: without the
+    addresses of tensors, the random numbers of classes and the order of sets.
+    """
+    import torch  # a reference does not need it
+
+    cloudpickle: Any = importlib.import_module("cloudpickle")
+
+    class ContentPickler(cloudpickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            if type(value) is str:
+                return "class" if CLASS_NUMBER.fullmatch(value) else None
+            if type(value) in (set, frozenset):
+                return ["set", *sorted(map(repr, value))]
+            is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+            if not is_plain or value.is_meta or value.is_quantized:
+                return None
+            numbers = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            return [str(value.dtype), *value.shape, hashlib.sha256(numbers.numpy().data).hexdigest()]
+
+    file = io.BytesIO()
+    ContentPickler(file).dump(obj)
+    return file.getvalue()
 
 
 def _pickle(obj: Any) -> str:

@@ -93,7 +93,8 @@ def tune(
             "estimated". The first two need no validation data, and no method that changes the training is tried.
         methods: The only methods to try, as ``--with`` text; None: all.
         extra: Methods to try besides, as ``./file.py:Class[:key=value]``.
-        out: Directory of the search, ``runs/tune-TASK`` by default; a search that was stopped there continues.
+        out: Directory of the search, by default ``runs/tune-TASK``, or the next number where another search has ended
+            in it; one that was stopped there continues.
         runs: Trainings that the user expects to do with the result; decides whether the report says that the search
             pays.
         processes: Number of ranks that train together. The baseline is then the task's own data-parallel training;
@@ -126,7 +127,7 @@ def tune(
     if getattr(task, "vary", ()) and not needs_whole_run:
         nothing = f"with --evidence {evidence} no method that changes the training is tried"
         raise ConfigurationError(f"{nothing}; leave out --vary, or choose proven or estimated")
-    directory = search_directory(task, out)
+    directory = search_directory(task, out, continues)
     store = TrialStore(directory, {})  # locks the directory before the task is loaded
     clock = Budget(float("inf") if seconds is None else seconds)
     clock.began -= spent
@@ -228,16 +229,30 @@ def _run_stages(study: Study, state: SearchState, earlier: dict[str, Any], has_v
             state.operations = study.operations(state.chosen.recipe)
 
 
-def search_directory(task: TaskLike, out: str | Path | None = None) -> Path:
-    """The directory of a search: ``out``, or ``runs/tune-TASK``; for a script ``runs/tune-TASK-2`` and so on, where
-    another command has its search in the first: no result is replaced.
+def search_directory(task: TaskLike, out: str | Path | None = None, continues: bool = False) -> Path:
+    """The directory of a search: ``out``, or ``runs/tune-TASK``. No result is replaced: it is ``runs/tune-TASK-2`` and
+    so on for a script where another command has its search in the first, and for a Task, whose name may be that of any
+    other, where a search has ended there; where a search ``continues``, that of the last one.
     """
     if out is not None:
         return Path(out)
     ref = TaskRef.of(task)
     name = "tune-" + re.sub(r"[^\w-]+", "-", ref.argument)
-    numbered = (Path("runs", f"{name}-{number}" if number > 1 else name) for number in count(1))
-    return next(path for path in numbered if not ref.command or _command_of(path) in (None, ref.command))
+
+    def numbered(number: int) -> Path:
+        return Path("runs", f"{name}-{number}" if number > 1 else name)
+
+    if ref.obj is not None:
+        free = next(number for number in count(1) if not _has_ended(numbered(number)))
+        return numbered(free - 1 if continues and free > 1 and not numbered(free).exists() else free)
+    return next(path for path in map(numbered, count(1)) if not ref.command or _command_of(path) in (None, ref.command))
+
+
+def _has_ended(directory: Path) -> bool:
+    """Whether a search in a directory has come to its end."""
+    with suppress(OSError, ValueError, AttributeError):
+        return not json.loads((directory / "result.json").read_text(encoding="utf-8")).get("is_partial")
+    return False
 
 
 def _command_of(directory: Path) -> str | None:
