@@ -107,7 +107,7 @@ class Unknown(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
-        return torch.linalg.qr(self.linear(x).unsqueeze(0).expand(4, -1, -1))[0][0]
+        return torch.linalg.qr(self.linear(x).unsqueeze(-1) + torch.eye(4))[0][:, :, 0]
 
 
 def unknown() -> Task:

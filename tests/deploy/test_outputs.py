@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+import hasten
 from hasten import ConfigurationError, RunError, Task
 
 pytest.importorskip("onnxruntime")
@@ -90,6 +91,17 @@ def test_squeeze_that_removes_the_batch_is_named(tmp_path):
     form = lambda scores: scores[:, :1].squeeze()  # noqa: E731
     task = task_of(lambda: Returning(form), loss=lambda output, target: output.square().mean(), metric="loss")
     with pytest.raises(ConfigurationError, match=r"scores of shape \(\) for one sample; .* use squeeze\(-1\)"):
+        export_model(run_of(task, tmp_path), lambda: task)
+
+
+def one_by_one(scores):
+    """Fails for a single sample, as a view after ``squeeze()`` does."""
+    return scores.squeeze() @ torch.ones(3 if len(scores) > 1 else 4, 3)
+
+
+def test_model_that_fails_for_one_sample_is_one_line(tmp_path):
+    task = task_of(lambda: Returning(one_by_one))
+    with pytest.raises(ConfigurationError, match=r"points cannot compute one sample: RuntimeError: .*squeeze\(-1\)"):
         export_model(run_of(task, tmp_path), lambda: task)
 
 
@@ -279,3 +291,10 @@ def test_output_whose_free_size_is_equal_for_all_samples_is_served(tmp_path):
     model = ServedModel(tmp_path)
     assert model.signature.outputs[0].shape == ("batch", 4, 9)
     assert model.run([torch.ones(1, 1, 60).numpy()]).shape == (1, 4, 11)
+
+
+def test_model_that_was_trained_in_this_process_is_exported(tmp_path):
+    model = nn.Linear(4, 3)
+    task = task_of(lambda: model, epochs=1)
+    hasten.train(task, out=tmp_path, device="cpu")
+    assert export_model(tmp_path, lambda: task, onnx=False)["files"]

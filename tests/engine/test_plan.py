@@ -152,10 +152,7 @@ def of_another_model(_):
         ({"model": lambda: "no module"}, "must return an nn.Module; it returned a str"),
         ({"model": torch.nn.ReLU}, "no parameters to train"),
         ({"optimizer": lambda model: None}, "must return a torch optimizer"),
-        (
-            {"optimizer": lambda model: torch.optim.SGD(engine_tasks.model().parameters(), lr=0.1)},
-            "trains no parameter",
-        ),
+        ({"optimizer": of_another_model}, "trains no parameter"),
         ({"optimizer": on_a_plateau}, "ReduceLROnPlateau waits for the metric of the task, accuracy; give it mode"),
         ({"optimizer": on_a_plateau, "validation_data": None}, "ReduceLROnPlateau waits for a metric; give Task"),
         ({"train_data": []}, r"Task\(train_data=\) is empty"),

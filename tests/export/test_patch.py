@@ -407,3 +407,12 @@ def test_dataset_that_cannot_be_wrapped_is_left_to_the_user(tmp_path, call, reas
 def test_line_of_model_is_the_last_assignment_of_the_name_that_is_called(tmp_path, text, line, expected):
     (tmp_path / "train.py").write_text(text)
     assert line_of_model(tmp_path, "train.py", line) == expected
+
+
+def test_installed_package_in_the_project_is_not_edited(tmp_path):
+    name = ".venv/lib/python3.11/site-packages/engine.py"
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("import torch\noptimizer = torch.optim.SGD([], lr=0.1)\n")
+    site = {"kind": "optimizer", "file": name, "line": 2, "index": 1, "type": "SGD"}
+    patch = write_patch(edits_of("fused_optimizer"), [site], tmp_path, "train.py")
+    assert "+++" not in patch and f"{name}:2: belongs to an installed package" in patch

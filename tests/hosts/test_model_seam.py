@@ -1,8 +1,10 @@
 """The model seam tells evaluations from training, also where a model is trained, or only asked, in eval mode."""
 
 import copy
+import gc
 import os
 import time
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -265,3 +267,21 @@ def test_methods_act_on_the_device_to_which_the_script_moves_its_model_after_a_f
     for _ in range(2):
         model(X.to("meta"))
     assert NotesDevice.devices == [("model", "cpu"), ("forward", "cpu"), ("forward", "meta")]
+
+
+def test_module_of_an_earlier_fold_that_a_framework_trains_is_freed(seam):
+    class Module(nn.Linear):
+        def training_step(self):
+            return self(X).sum()
+
+    def fold() -> weakref.ref:
+        module = Module(3, 2)
+        seam.adopt(module, "training_step")
+        module.training_step().backward()
+        seam.steps.count += 1
+        vars(module).pop("training_step")  # as at the end of a fit
+        return weakref.ref(module)
+
+    first, second = fold(), fold()
+    gc.collect()
+    assert first() is None and second() is not None

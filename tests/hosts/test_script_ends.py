@@ -10,6 +10,7 @@ import pytest
 
 from hasten.core.errors import ConfigurationError, HastenWarning, MemoryExhaustedError, RunError
 from hasten.hosts import process
+from hasten.hosts.arm import ScriptArm
 from hasten.hosts.process import ScriptProcess, _reason
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import ScriptTrial, watch_script
@@ -314,3 +315,38 @@ def test_methods_on_gradients_refuse_a_closure_that_is_called_at_other_weights(
     expected = pytest.raises(ConfigurationError, match=why) if is_refused else nullcontext()
     with ScriptProcess(ref, methods) as run, expected:
         run.wait_until_trained(120.0, None)
+
+
+def test_arm_whose_script_catches_its_error_and_exits_has_failed(tmp_path):
+    ref = written(tmp_path, 30)
+    (tmp_path / "train.py").write_text((tmp_path / "train.py").read_text() + "__import__('sys').exit(1)\n")
+    with ScriptArm(ref, methods={"flush_denormals": {}}, device="cpu", seed=0, timeout=60.0) as arm:
+        arm.build()
+        with pytest.raises(RunError, match="train failed with exit code 1"):
+            for _ in range(4):
+                arm.suspend()
+                arm.train(10)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        '  File "/x/accelerate/commands/launch.py", line 999\nsubprocess.CalledProcessError: Command',
+        '  File "/x/torch/distributed/run.py", line 9\ntorch.distributed.errors.ChildFailedError:',
+    ],
+)
+def test_reason_under_a_launcher_is_that_of_the_script(launcher):
+    logged = "E1129 10:00:00 7 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1)\n"
+    failed = 'Traceback (most recent call last):\n  File "/home/user/train.py", line 7, in <module>\nKeyError: 3\n'
+    output = failed + logged + f"Traceback (most recent call last):\n{launcher}\n"
+    assert process._of_script(output) == failed and _reason(failed) == "KeyError: 3 (train.py:7)"
+    assert process._of_script(failed) == failed
+
+
+def test_reason_that_holds_in_a_trial_only_says_so():
+    failed = 'Traceback (most recent call last):\n  File "/home/user/utils.py", line 45, in <module>\n{}\n'
+    stty = "stty: 'standard input': Inappropriate ioctl for device\n"
+    unpacked = failed.format("ValueError: not enough values to unpack (expected 2, got 0)")
+    assert "its standard input is /dev/null" in _reason(stty + unpacked)
+    renamed = failed.format("OSError: [Errno 18] Invalid cross-device link: 'a' -> 'b'")
+    assert "cannot rename a directory" in _reason(renamed)

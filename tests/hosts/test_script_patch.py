@@ -226,3 +226,12 @@ def test_what_is_to_be_done_beside_an_edit_is_not_called_left_out(tmp_path):
         written(tmp_path), Recipe.parse("loader_workers:num_workers=2"), str(tmp_path / "r.toml"), None
     )
     assert patch.startswith("# Beside this patch:\n#   loader_workers: ") and "Not in this patch" not in patch
+
+
+def test_call_in_which_a_framework_makes_the_loader_is_left_as_it_is(tmp_path):
+    loader = {"site": "train.py:25#1", "type": "DataLoader", "role": "training", "made_by": "transformers"}
+    ref = written(tmp_path, loaders=[loader])
+    recipe = Recipe.parse("loader_workers:num_workers=2 + fused_optimizer")
+    patch = patch_script(ref, recipe, str(tmp_path / "recipe.toml"), None)
+    assert "evaluate(num_workers=2)" not in patch and "fused=True" in patch
+    assert "train.py:25: transformers makes it in this call; the edit is: num_workers=2" in patch

@@ -265,3 +265,8 @@ def test_facts_of_evaluations_stay_known_when_a_later_run_has_not_evaluated_yet(
         "evaluation_gradients",
         "evaluations",
     ]
+
+
+def test_variable_before_a_command_is_refused_with_what_to_write():
+    with pytest.raises(ConfigurationError, match="no command A=0; set variables before hasten, or write env A=0"):
+        ScriptRef.of_command(["A=0", "python", "train.py"])

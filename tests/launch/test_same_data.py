@@ -307,3 +307,18 @@ def test_model_with_data_dependent_control_flow_is_not_traced(how):
     state, calls = torch.get_rng_state(), model.calls
     assert try_trace(model, is_leaf=lambda part: isinstance(part, nn.Linear) or not list(part.children())) is None
     assert torch.equal(state, torch.get_rng_state()) and model.calls == calls
+
+
+class OpeningLate(rank_tasks.Rows):
+    file = None
+
+    def __getitem__(self, index: int):
+        self.file = self.file or open(__file__, "rb", buffering=0)  # noqa: SIM115
+        self.file.seek(index)
+        self.file.read(1)
+        return super().__getitem__(index)
+
+
+def test_file_that_is_opened_late_is_opened_in_the_workers():
+    answers = run_ranks(2, training, rank_tasks.task(OpeningLate()), "loader_workers:num_workers=1")
+    assert [answer["no_effect"] for answer in answers] == [[], []], answers

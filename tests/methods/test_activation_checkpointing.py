@@ -10,6 +10,7 @@ from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext
 from hasten.engine.plan import build
 from hasten.engine.registry import make_methods
+from hasten.methods.activation_checkpointing import _is_cache
 from hasten.testing.tasks import CLASSES
 from hasten.utils.blocks import repeated_blocks
 
@@ -116,3 +117,8 @@ def test_language_model_of_transformers_is_recomputed_without_its_cache():
         model(input_ids=letters, labels=letters).loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     torch.testing.assert_close(*gradients)
+
+
+def test_shared_states_of_transformers_are_no_cache():
+    utils = pytest.importorskip("transformers.cache_utils")
+    assert _is_cache(utils.DynamicCache()) and not _is_cache(getattr(utils, "KVSharingDict", dict)())

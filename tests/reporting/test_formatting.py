@@ -100,4 +100,5 @@ def test_format_differences():
 def test_large_numbers_have_no_exponent():
     shown = [formatting.plain(67e3), formatting.plain(126.6, "", 2), formatting.metric(25312.4)]
     assert shown == ["67,000", "127", "25,312"]
+    assert formatting.metric(1e30) == formatting.plain(1e30) == "1e+30"
     assert formatting.metric(25312.4, signed=True) == "+25,312" and formatting.file_size(999.7e6) == "1,000 MB"

@@ -14,7 +14,11 @@ class SystemNoise:
 
     def __init__(self, pid: int | None = None) -> None:
         """``pid``: of the process whose work, and that of all that it started, is no disturbance; None: this one."""
-        self.pid, self.ticks, self.own = pid, _cpu_ticks(), _own_cpu_seconds(pid)
+        is_visible = pid is not None and os.access(
+            f"/proc/{pid}/stat", os.R_OK
+        )  # another user's launcher may be hidden
+        self.pid = pid if is_visible else None
+        self.ticks, self.own = _cpu_ticks(), _own_cpu_seconds(self.pid)
 
     def summary(self, spread_percent: float, involuntary_switches: float) -> dict[str, float | str | None]:
         """Both arguments, and the figures of the machine since the start.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.deploy.onnx_model import MODEL, OnnxModel, publish, quiet, require, strip
 from hasten.deploy.signature import ImageSpec, MetricSpec, Signature, TensorSpec, write_signature
 from hasten.deploy.trained_model import WEIGHTS, TrainedModel, load_trained_model, predictor_of
@@ -163,12 +163,15 @@ def _check_samples_are_separate(trained: TrainedModel, inputs: list[torch.Tensor
         len(inputs[0]),
     ):
         raise ConfigurationError(f"{name} cannot be exported: {problem}")
-    alone = trained.model(*(tensor[:1] for tensor in inputs))
-    if alone.ndim < output.ndim:
-        advice = "squeeze() removes the dimension of the batch, too: use squeeze(-1) in the model"
-        raise ConfigurationError(f"{name} returns scores of shape {tuple(alone.shape)} for one sample; {advice}")
-    if alone.shape != output[:1].shape or not torch.allclose(
-        alone, output[:1], rtol=0, atol=SEPARATE * float(output.abs().max()), equal_nan=True
+    advice = "squeeze() removes the dimension of the batch, too: use squeeze(-1) in the model"
+    try:
+        single = trained.model(*(tensor[:1] for tensor in inputs))
+    except Exception as error:  # whatever a model raises that needs several samples
+        raise ConfigurationError(f"{name} cannot compute one sample: {format_error(error, 160)}; {advice}") from None
+    if single.ndim < output.ndim:
+        raise ConfigurationError(f"{name} returns scores of shape {tuple(single.shape)} for one sample; {advice}")
+    if single.shape != output[:1].shape or not torch.allclose(
+        single, output[:1], rtol=0, atol=SEPARATE * float(output.abs().max()), equal_nan=True
     ):
         raise ConfigurationError(f"{name} gives a sample other scores if it is alone in the batch: {problem}")
 

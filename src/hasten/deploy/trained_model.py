@@ -238,7 +238,7 @@ def load_trained_model(run: str | Path, task: Any = None) -> TrainedModel:
         what = f"{directory} has no {WEIGHTS}" if directory.is_dir() else f"there is no run directory {directory}"
         raise ConfigurationError(f"{what}; train one with: hasten train TASK --out {directory}")
     loaded = TaskRef.of(task if task is not None else _workload_of(directory)).load()
-    program = build(loaded)
+    program = build(loaded, trains=False)
     module = program.export().eval()
     _load_weights(module, weights, loaded.name)
     trained = TrainedModel(directory, program.task, InferenceModel(module, (), False), program)

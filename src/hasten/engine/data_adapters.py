@@ -15,11 +15,11 @@ from typing import Any, cast
 from zlib import crc32
 
 import torch
-from torch.utils.data import (  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    default_collate,
+    default_collate,  # pyright: ignore[reportUnknownVariableType]
 )
 
 from hasten.core.data import BatchSource, LoaderSpec
@@ -226,15 +226,19 @@ def first_batch(training: BatchSource, validation: BatchSource | None) -> Batch:
         return next(iter(source.epoch(0, 0)))
 
 
-def check_same_samples(batches: BatchSource, ranks: ProcessGroupInfo) -> None:
-    """RunError if a few samples that are read by index have other labels, or targets, on another rank. A collective."""
+def check_same_samples(batches: BatchSource, ranks: ProcessGroupInfo, in_worker: bool = False) -> None:
+    """RunError if a few samples that are read by index have other labels, or targets, on another rank. A collective.
+
+    ``in_worker``: workers may start later, which would inherit what a dataset opens when it is first read here.
+    """
     spec = batches.spec
     if ranks.is_single_process or spec is None or isinstance(spec.dataset, range):  # numbers of nodes of a graph
         return
+    probed = replace(spec, num_workers=max(1, spec.num_workers)) if in_worker else spec
 
     def labels() -> int:
         with preserve_rng_state(*batches.generators):
-            samples = probe_samples(spec, in_worker=True)
+            samples = probe_samples(probed, in_worker=True)
         try:
             return crc32(repr([fingerprint(default_collate([sample])) for sample in samples]).encode())
         except (RuntimeError, TypeError):  # only the task's own collate function makes tensors of them

@@ -74,8 +74,11 @@ def build(
     device: str = "cpu",
     seed: int = 0,
     ranks: ProcessGroupInfo = SINGLE_PROCESS,
+    trains: bool = True,
 ) -> Program:
-    """The program of a task under a set of methods on a device of this process; ConfigurationError if they conflict."""
+    """The program of a task under a set of methods on a device of this process; ConfigurationError if they conflict, or
+    if the model is that of an earlier program, unless this one never ``trains``.
+    """
     parallel = None if ranks.is_single_process else ParallelContext(ranks)
     services = EngineServices(partial(higher_is_better, task), available_cpus, free_memory)
     run = RunContext(torch.device(device), task, seed=seed, parallel=parallel, services=services)
@@ -92,7 +95,7 @@ def build(
         plan = run.plan = fold("plan", data_adapters.initial_plan(task))
         log = ShardLog()
         source, validation, shards = _build_data(task, methods, run, log)
-        run.unwrapped_model = _build_model(task, fold, run)
+        run.unwrapped_model = _build_model(task, fold, run, trains)
         log.smallest = _smallest_shard(run)
         if has_local_batch_norm(run.unwrapped_model, torch.nn.BatchNorm1d):
             data_adapters.check_last_batch(task, plan, source.length, _data_ranks(run), log.smallest)
@@ -137,7 +140,8 @@ def _build_data(
     """(training, validation, shards of validation). Sets ``run.plan.steps`` from their length, and ``peek_batch``."""
     plan, pp_size = run.plan, run.parallel.pp_size if run.parallel else 1
     train = data_adapters.training(task, plan.batch_size, run.seed, _data_ranks(run), log, pp_size)
-    data_adapters.check_same_samples(train, run.ranks)
+    in_worker = any("workers" in method.card.applies_to for method in methods)
+    data_adapters.check_same_samples(train, run.ranks, in_worker)
     task_batch_size = data_adapters.initial_plan(task).batch_size  # of the validation, whatever a method changes
     validation, shards = data_adapters.validation(task, task_batch_size, run.seed), None
     own_evaluation = task.evaluate is not None  # it reads all batches
@@ -158,17 +162,18 @@ def _build_data(
     return train, validation, shards
 
 
-def _build_model(task: Task, fold: Fold, run: RunContext) -> torch.nn.Module:
+def _build_model(task: Task, fold: Fold, run: RunContext, trains: bool) -> torch.nn.Module:
     """The model after the ``model`` hooks, on ``init_device`` of the ParallelContext: run's device, CPU or meta."""
 
     def make() -> torch.nn.Module:
         model: Any = task.model()
         if not isinstance(model, torch.nn.Module):
             raise ConfigurationError(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
-        if model in _made:
+        if trains and model in _made:
             advice = "make it in that function, or return copy.deepcopy(model) there"
             raise ConfigurationError(f"Task(model=) returned the model of an earlier run, with its weights; {advice}")
-        _made.add(model)
+        if trains:
+            _made.add(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigurationError("the model has no parameters to train")
         return fold("model", model)

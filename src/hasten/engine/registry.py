@@ -147,7 +147,10 @@ def import_file(path: Path) -> ModuleType:
         raise ConfigurationError(f"there is no file {path}")
     stem, digest = re.sub(r"[^0-9a-zA-Z]", "_", path.stem), hashlib.sha1(str(path).encode()).hexdigest()[:8]
     name = f"{FILE_MODULE_PREFIX}{stem}_{digest}"
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path.name} does not import: {format_error(error)}") from None
     if name in sys.modules and _imported.get(name, content) == content:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -71,7 +71,7 @@ def eject(
         return module in copied or (f"{module}.".startswith("hasten.") and not f"{module}.".startswith(f"{DATA}."))
 
     try:
-        program = build(loaded, methods, device=device_now)
+        program = build(loaded, methods, device=device_now, trains=False)
     except Exception as error:
         raise explain_error(error, "building the run", loaded.batch_size or 0) from error
     _check_pipeline_workers(program.task, methods)

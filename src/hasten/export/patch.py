@@ -18,6 +18,7 @@ from hasten.export.source_file import CannotEditError, SourceFile
 NOT_IN_PATCH = "# Not in this patch:"
 BESIDE_PATCH = "# Beside this patch:"
 
+FROM_A_CALL = ("loader", "dataset", "optimizer")  # sites of objects that a framework may make in a call of the script
 Site = dict[str, Any]
 
 
@@ -37,10 +38,11 @@ def write_patch(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: P
     Args:
         edits: Those of the methods of a recipe, see ``edit_of``. An edit applies to all sites of its kind.
         sites: ``{"kind": "loader" | "dataset" | "optimizer" | "model" | "evaluation", "file": path, "line": int,
-            "index": int}`` of each site; ``"type"``, if there, is the class of the object. Several objects of one line
-            differ in index. A loader has two kinds: edits of "dataset" change what it reads.
-            The kind "argument NAME" is a call that passes a number by this name; "step" is the update of an optimizer,
-            whose "type" is the model's name there, see ``name_of_model``.
+            "index": int}`` of each site; ``"type"``, if there, is the class of the object. Several objects of one
+            line differ in index. ``"made_by"``: the framework that makes the object in a call of the script. A loader
+            has two kinds: edits of "dataset" change what it reads. The kind "argument NAME" is a call that passes a
+            number by this name; "step" is the update of an optimizer, whose "type" is the model's name there, see
+            ``name_of_model``.
         directory: Where ``patch -p1`` will run; relative paths of files are relative to it.
         script: The file that is started, for edits of the process; relative to ``directory``.
 
@@ -52,12 +54,14 @@ def write_patch(edits: Iterable[ScriptEdit], sites: Sequence[Site], directory: P
     for edit in edits:
         failures: list[str] = []
         for kind, text in edit.at.items():
-            for file, line, name in _places(kind, sites, script):
+            for file, line, name, maker in _places(kind, sites, script):
                 source = files[file] if file in files else SourceFile.read(directory, file)
                 files[file] = source
                 try:
                     if isinstance(source, str):
                         raise CannotEditError(source)
+                    if maker and kind in FROM_A_CALL:
+                        raise CannotEditError(f"{maker} makes it in this call")
                     source.edit(kind, line, name, text)
                 except CannotEditError as error:
                     place = f"{file}:{line}" if line else file
@@ -120,9 +124,10 @@ def _filled(text: str, options: dict[str, Any], changed: set[str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: repr(options[match[1]]) if match[1] in options else match[0], text)
 
 
-def _places(kind: str, sites: Sequence[Site], script: str | None) -> list[tuple[str, int, str]]:
-    """(file, line, class) of each line that has a site of a kind; edits of the process belong to the script."""
+def _places(kind: str, sites: Sequence[Site], script: str | None) -> list[tuple[str, int, str, str]]:
+    """(file, line, class, maker) of each line that has a site of a kind; edits of the process belong to the script."""
     if kind == "process":
-        return [(script, 0, "")] if script else []
+        return [(script, 0, "", "")] if script else []
     found = [site for site in sites if site["kind"] == kind]
-    return [*dict.fromkeys((site["file"], site["line"], site.get("type", "")) for site in found)]
+    places = ((site["file"], site["line"], site.get("type", ""), site.get("made_by", "")) for site in found)
+    return [*dict.fromkeys(places)]

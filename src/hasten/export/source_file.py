@@ -48,6 +48,8 @@ class SourceFile:
         path = (directory / name).resolve()
         if not path.is_relative_to(directory.resolve()):
             return f"lies outside of {directory}"
+        if "site-packages" in path.parts:
+            return "belongs to an installed package"
         try:
             content, relative = path.read_bytes(), path.relative_to(directory.resolve())
             return SourceFile(relative.as_posix(), content, ast.parse(content.decode("utf-8-sig")))

@@ -126,6 +126,7 @@ class ScriptArm(ScriptWorker):
         self.samples_per_step, self.position, self.steps = 1, 0, 0
         self.total: int | None = None  # steps of the whole script, once one run of it has ended
         self.has_ended = False
+        self.has_left = False  # a run that had ended, and not in error
 
     def build(self, with_evaluation: bool = True) -> dict[str, Any]:
         """Starts the script and warms it up. Returns the plan of ``Arm.build`` and ``facts``; RunError if a site of the
@@ -232,6 +233,9 @@ class ScriptArm(ScriptWorker):
 
     def _start(self) -> dict[str, Any]:
         if self.process is not None:
+            if self.has_ended and not self.has_left:  # once: a command with further stages takes long to leave
+                self.process.check_end()  # one that catches its errors ends as any other
+                self.has_left = True
             self.process.close()
         sites = known_sites(self.script)
         self.process = ScriptProcess(self.script, self.methods, self.device, self.seed, sites, self.deadline)

@@ -44,6 +44,9 @@ NOT_LOADED = (
     "PYTHONPATH=.:$PYTHONPATH), or runs on another machine"
 )
 CUDA_ERROR = re.compile(r"[\w.]*Error: CUDA error: ")  # the line that says which; others with general advice follow
+# the traceback of accelerate or torchrun, which follows that of the script that it has started
+OF_LAUNCHER = re.compile(r"accelerate/commands/launch\.py.*CalledProcessError|ChildFailedError", re.DOTALL)
+LOGGED_BY_TORCHRUN = "torch/distributed/elastic/"  # in its lines
 TRACEBACK = "Traceback (most recent call last)"
 ERROR_TYPE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b")  # at the begin of a message
 ADDRESS_IN_USE = re.compile(os.strerror(errno.EADDRINUSE), re.IGNORECASE)
@@ -230,6 +233,7 @@ class ScriptProcess:
         assert self.connection is not None, "it has answered"
         with contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps({"call": "end"}).encode())
+        self._signal(signal.SIGCONT)  # an arm is suspended between its blocks
         if wait([self.exit], EXIT_S) and (self.server.exit_code(self.pid) or 0) > 0:  # a signal ends hardly more
             self._explain_end()
 
@@ -261,7 +265,7 @@ class ScriptProcess:
         environment, has_trained = f"{SESSION}={self.directory}", (self.directory / CLAIM).exists()
         continues = not has_trained and _processes_with(environment)  # also before it has left the process group
         self.kill()
-        code, output, name = self.server.exit_code(self.pid), self.output(), self.script.name
+        code, output, name = self.server.exit_code(self.pid), _of_script(self.output()), self.script.name
         self._raise_reported()
         if code == 0 and not (self.directory / STARTED).exists():
             raise ConfigurationError(f"{self.script.command} {NOT_LOADED}")
@@ -382,6 +386,13 @@ def _processes_with(variable: str) -> list[int]:
     return found
 
 
+def _of_script(output: str) -> str:
+    """The output without the traceback by which a launcher says that the script has failed."""
+    before, _, last = output.rpartition(TRACEBACK)
+    lines = [line for line in before.splitlines(keepends=True) if LOGGED_BY_TORCHRUN not in line]
+    return "".join(lines) if OF_LAUNCHER.search(last) and any(map(str.strip, lines)) else output
+
+
 def _reason(output: str) -> str:
     """Why a script failed: its CUDA error or last line of output, and the last line of its own code in a traceback."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -397,4 +408,8 @@ def _reason(output: str) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', output)
     own = [(file, line) for file, line in frames if "site-packages" not in file and "/lib/python" not in file]
     where = f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own and "Error" in reason else ""
+    if "stty: " in output and "to unpack" in reason:
+        where += "; it asks a terminal for its size, and its standard input is /dev/null here"
+    if f"[Errno {errno.EXDEV}]" in reason:
+        where += "; a trial cannot rename a directory of yours: move it away first"
     return f"{reason[:300]}{where}"

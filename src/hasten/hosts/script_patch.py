@@ -102,7 +102,8 @@ def _as_places(sites: dict[str, Any], directory: str) -> list[Site]:
 
 
 def _place(entry: dict[str, Any]) -> dict[str, Any]:
-    """File, line, index and type of a site, which the map writes as ``train.py:81#1``."""
+    """File, line, index, type and maker of a site, which the map writes as ``train.py:81#1``."""
     where, _, index = entry["site"].rpartition("#")
     file, _, line = where.rpartition(":")
-    return {"file": file, "line": int(line), "index": int(index), "type": entry.get("type", "")}
+    about = {"type": entry.get("type", ""), "made_by": entry.get("made_by", "")}
+    return {"file": file, "line": int(line), "index": int(index), **about}

@@ -70,6 +70,8 @@ class ScriptRef(TaskRef):
         environment = {name: value for name, value in os.environ.items() if OURS.get(name) != value}
         command = shutil.which(argv[0], path=environment.get("PATH")) if os.sep not in argv[0] else argv[0]
         hint = f"; write python {argv[0]}" if argv[0].endswith(".py") else ""
+        if re.fullmatch(r"[A-Za-z_]\w*=.*", argv[0], re.DOTALL):
+            hint = f"; set variables before hasten, or write env {argv[0]}"
         if command is None or not os.path.exists(os.path.join(directory, command)):
             raise ConfigurationError(f"there is no command {argv[0]}{hint}")
         path = os.path.join(directory, command)

@@ -74,7 +74,7 @@ def _checkpointed(block: torch.nn.Module, forward: Callable[..., Any], *args: An
 
 def _is_cache(value: Any) -> bool:
     """Whether a value is a cache of keys and values of Transformers, to which every forward pass appends."""
-    return any(cls.__module__ == "transformers.cache_utils" for cls in type(value).__mro__)
+    return any((cls.__module__, cls.__name__) == ("transformers.cache_utils", "Cache") for cls in type(value).__mro__)
 
 
 @contextmanager

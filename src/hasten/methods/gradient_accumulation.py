@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hasten import Card, ConfigurationError, Exactness, Method, NoEffectError, RunContext, option
-from hasten._torch_compat import BatchNorm
+from hasten._torch_compat import BatchNorm, without_modes
 from hasten.utils.batch import target_of
 from hasten.utils.blocks import state_updated_in_forward
 from hasten.utils.op_recorder import NOT_CHECKED
@@ -72,9 +72,9 @@ def _uneven(run: RunContext) -> str:
     is_classification = isinstance(loss, CLASSIFICATION) or getattr(loss, "func", None) in FUNCTIONS
     if is_classification and given.get("weight") is not None:
         return "the loss weights classes"
-    labels = None
-    with suppress(ConfigurationError):  # data that can be read only once
-        labels = target_of(run.services.peek_batch())
+    labels, peek = None, run.services.peek_batch  # None in a script that `hasten eject` has written
+    with suppress(ConfigurationError), without_modes():  # data that can be read only once; a model without values yet
+        labels = target_of(peek()) if callable(peek) else None
     is_whole = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
     if run.ranks.any(is_whole and bool((labels == IGNORED).any())):  # the ranks must cut alike
         return f"the loss is a mean over labels, of which some are left out ({IGNORED})"

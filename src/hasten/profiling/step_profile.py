@@ -115,13 +115,11 @@ def profile_steps(
         timed, plain = _run_blocks(
             probe, count, budget * TIMING_SHARE if ceilings else budget, 1 if is_long else MIN_PAIRS
         )
-        if (
-            task.command and plan["evaluation"] is None
-        ):  # a script may have evaluated for the first time in these blocks
+        if task.command and plan["evaluation"] is None:  # a script may have evaluated first in these blocks
             plan |= probe.call("evaluations")
         evaluation = plan["evaluation"]
         if evaluation is not None and not is_long:
-            evaluation = min(evaluation, probe.call("evaluate"))
+            evaluation = min(evaluation, probe.call("evaluate") or evaluation)  # a restarted script has none yet
         facts = probe.call("facts")
         extra = evaluation_seconds_per_sample(plan, evaluation)
         phases, measured = _phase_shares(timed, extra), Ceilings()

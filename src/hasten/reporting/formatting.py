@@ -47,7 +47,7 @@ def metric(value: float | None, unit: str = "", signed: bool = False) -> str:
     """
     if value is None:
         return UNKNOWN
-    sign, kind = "+" if signed else "", ",.0f" if abs(value) >= 9999.5 else ".4g" if abs(value) >= 10 else ".4f"
+    sign, kind = "+" if signed else "", ",.0f" if 9999.5 <= abs(value) < 1e12 else ".4g" if abs(value) >= 10 else ".4f"
     number = f"{value:{sign}{kind}}".replace("-", MINUS)
     return f"{number} {unit}".strip()
 
@@ -73,7 +73,7 @@ def plain(value: float | None, unit: str = "", digits: int = 4) -> str:
     if value is None:
         return UNKNOWN
     number = f"{value:.{digits}g}"
-    return f"{f'{value:,.0f}' if 'e+' in number else number} {unit}".strip()
+    return f"{f'{value:,.0f}' if 'e+' in number and abs(value) < 1e12 else number} {unit}".strip()
 
 
 def count(value: float | None, singular: str, plural: str) -> str:

@@ -340,9 +340,8 @@ class TuneResult(Result, total=False):
     """Result of ``tune``. Times to the target are in seconds.
 
     ``command`` is the user's own, "" for a task. ``evidence`` is the level of the recommended recipe (EVIDENCE_LEVELS),
-    "" without one. ``training_measured`` is False where ``training_seconds`` is predicted from steps.
-    ``start_seconds``: until the first step, of ``baseline`` and ``tuned``.
-    ``confirmed_recipes``: each one of which whole trainings were judged, as often. ``is_partial``: the search runs on.
+    "" without one. ``training_measured`` is False where ``training_seconds`` is predicted; ``start_seconds`` end with
+    the first step. ``confirmed_recipes``: of which whole trainings were judged. ``is_partial``: the search runs on.
     """
 
     command: Command

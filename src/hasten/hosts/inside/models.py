@@ -161,6 +161,9 @@ class ModelSeam:
         """Records a root of which the framework calls ``step`` for a training step, and wraps that method of it."""
         self.stop_searching()
         if id(root) not in self.adopted:  # though a search for a learning rate may have trained it before
+            if self.steps.count:  # those of an earlier fold must not be kept alive
+                self.adopted.clear()
+                self.roots = [one for one in self.roots if one is root]
             self._drop_parts(root)
             self.known[id(root)] = root
             if all(root is not one for one in self.roots):
