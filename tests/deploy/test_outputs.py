@@ -298,3 +298,11 @@ def test_model_that_was_trained_in_this_process_is_exported(tmp_path):
     task = task_of(lambda: model, epochs=1)
     hasten.train(task, out=tmp_path, device="cpu")
     assert export_model(tmp_path, lambda: task, onnx=False)["files"]
+
+
+def test_model_into_which_trained_weights_were_loaded_is_not_trained(tmp_path):
+    model = nn.Linear(4, 3)
+    task = task_of(lambda: model)
+    export_model(run_of(task, tmp_path), lambda: task, onnx=False)
+    with pytest.raises(ConfigurationError, match="the same object again"):
+        hasten.train(task, device="cpu")

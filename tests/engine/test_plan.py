@@ -180,5 +180,5 @@ def test_model_of_an_earlier_run_is_refused():
     model = engine_tasks.model()
     task = dataclasses.replace(engine_tasks.map_style(), model=lambda: model)
     build(task)
-    with pytest.raises(ConfigurationError, match="the model of an earlier run"):
+    with pytest.raises(ConfigurationError, match="the same object again"):
         build(task)

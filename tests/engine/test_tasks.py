@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -242,3 +243,16 @@ def test_fingerprint_of_an_object_depends_on_its_content_only(tmp_path):
     runs = [subprocess.run([*argv, y], capture_output=True, text=True, cwd=tmp_path, check=False) for y in "112"]
     first, again, other = (run.stdout for run in runs)
     assert first and first == again != other, runs[0].stderr
+
+
+def test_fingerprint_of_an_object_tells_frozen_weights_apart():
+    net = nn.Linear(1, 1)
+    reference = TaskRef.of(lambda: net)
+    before = reference.fingerprint()
+    net.requires_grad_(False)
+    assert reference.fingerprint() != before
+
+
+def test_fingerprint_of_an_object_tells_texts_that_look_like_numbers_of_classes_apart():
+    first, other = (TaskRef.of(partial(load_task, digit * 32)).fingerprint() for digit in "ab")
+    assert first != other

@@ -285,3 +285,20 @@ def test_module_of_an_earlier_fold_that_a_framework_trains_is_freed(seam):
     first, second = fold(), fold()
     gc.collect()
     assert first() is None and second() is not None
+
+
+def test_module_that_is_fitted_again_after_another_one_is_changed_by_methods_once(seam):
+    class Module(nn.Linear):
+        def training_step(self):
+            return self(X).sum()
+
+    composition = Composition([NotesDevice()], "cpu", 0, True, "train.py")
+    composition.has_trained, seam.wrap = True, composition.wrap_call
+    NotesDevice.devices.clear()
+    for module in [Module(3, 2), Module(3, 2)] * 2:
+        seam.adopt(module, "training_step")
+        vars(module).pop("training_step")  # as at the end of a fit
+        seam.steps.count += 1
+    hooks = [hook for hook, _ in NotesDevice.devices]
+    NotesDevice.devices.clear()
+    assert hooks.count("model") == 2

@@ -318,7 +318,7 @@ def test_methods_on_gradients_refuse_a_closure_that_is_called_at_other_weights(
 
 
 def test_arm_whose_script_catches_its_error_and_exits_has_failed(tmp_path):
-    ref = written(tmp_path, 30)
+    ref = written(tmp_path, 34)  # the last block is whole, so that the arm is suspended at its end
     (tmp_path / "train.py").write_text((tmp_path / "train.py").read_text() + "__import__('sys').exit(1)\n")
     with ScriptArm(ref, methods={"flush_denormals": {}}, device="cpu", seed=0, timeout=60.0) as arm:
         arm.build()
@@ -350,3 +350,9 @@ def test_reason_that_holds_in_a_trial_only_says_so():
     assert "its standard input is /dev/null" in _reason(stty + unpacked)
     renamed = failed.format("OSError: [Errno 18] Invalid cross-device link: 'a' -> 'b'")
     assert "cannot rename a directory" in _reason(renamed)
+
+
+def test_signal_that_ended_a_script_under_a_launcher_is_named():
+    ended = "subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGKILL: 9>."
+    output = f'epoch 1 loss 0.5\n{process.TRACEBACK}:\n  File "/x/accelerate/commands/launch.py", line 999\n{ended}\n'
+    assert process._of_script(output) == output and _reason(output).startswith(ended)

@@ -14,10 +14,8 @@ class SystemNoise:
 
     def __init__(self, pid: int | None = None) -> None:
         """``pid``: of the process whose work, and that of all that it started, is no disturbance; None: this one."""
-        is_visible = pid is not None and os.access(
-            f"/proc/{pid}/stat", os.R_OK
-        )  # another user's launcher may be hidden
-        self.pid = pid if is_visible else None
+        # a launcher of another user may be hidden
+        self.pid = pid if pid is not None and os.access(f"/proc/{pid}/stat", os.R_OK) else None
         self.ticks, self.own = _cpu_ticks(), _own_cpu_seconds(self.pid)
 
     def summary(self, spread_percent: float, involuntary_switches: float) -> dict[str, float | str | None]:

@@ -170,10 +170,10 @@ def _build_model(task: Task, fold: Fold, run: RunContext, trains: bool) -> torch
         if not isinstance(model, torch.nn.Module):
             raise ConfigurationError(f"Task(model=) must return an nn.Module; it returned a {type(model).__name__}")
         if trains and model in _made:
-            advice = "make it in that function, or return copy.deepcopy(model) there"
-            raise ConfigurationError(f"Task(model=) returned the model of an earlier run, with its weights; {advice}")
-        if trains:
-            _made.add(model)
+            what = "Task(model=) returned the same object again, which an earlier run or measurement may have trained"
+            advice = "make it in that function, or return a copy of one that was never trained"
+            raise ConfigurationError(f"{what}; {advice}")
+        _made.add(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigurationError("the model has no parameters to train")
         return fold("model", model)

@@ -14,7 +14,6 @@ import io
 import json
 import os
 import pkgutil
-import re
 import sys
 import sysconfig
 from collections.abc import Callable, Generator, Sequence
@@ -34,7 +33,6 @@ from hasten.engine.registry import FILE_MODULE_PREFIX, import_file, line_in, mak
 
 ENTRY_POINTS = "hasten.workloads"
 TRAINING = ("fit", "train", "training_step")  # methods of objects that train or are trained
-CLASS_NUMBER = re.compile("[0-9a-f]{32}")  # cloudpickle draws one for each class of a main script or notebook
 MAX_SUGGESTIONS = 8  # functions of a file that an error message lists
 
 TaskLike: TypeAlias = "TaskRef | Task | Callable[[], Task] | str | Path"  # what ``TaskRef.of`` accepts
@@ -301,18 +299,20 @@ def _content(obj: Any) -> bytes:
     import torch  # a reference does not need it
 
     cloudpickle: Any = importlib.import_module("cloudpickle")
+    drawn = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID  # a number for each class of a main script or notebook
 
     class ContentPickler(cloudpickle.Pickler):
         def persistent_id(self, value: Any) -> Any:
             if type(value) is str:
-                return "class" if CLASS_NUMBER.fullmatch(value) else None
+                return "class" if value in drawn else None
             if type(value) in (set, frozenset):
                 return ["set", *sorted(map(repr, value))]
             is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
             if not is_plain or value.is_meta or value.is_quantized:
                 return None
             numbers = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            return [str(value.dtype), *value.shape, hashlib.sha256(numbers.numpy().data).hexdigest()]
+            kind = (type(value).__name__, value.dtype, value.device, value.requires_grad, value.stride())
+            return [repr(kind), *value.shape, hashlib.sha256(numbers.numpy().data).hexdigest()]
 
     file = io.BytesIO()
     ContentPickler(file).dump(obj)

@@ -46,6 +46,7 @@ NOT_LOADED = (
 CUDA_ERROR = re.compile(r"[\w.]*Error: CUDA error: ")  # the line that says which; others with general advice follow
 # the traceback of accelerate or torchrun, which follows that of the script that it has started
 OF_LAUNCHER = re.compile(r"accelerate/commands/launch\.py.*CalledProcessError|ChildFailedError", re.DOTALL)
+OF_SIGNAL = re.compile(r"died with <Signals|Signal \d+ \(SIG")  # what only the launcher knows
 LOGGED_BY_TORCHRUN = "torch/distributed/elastic/"  # in its lines
 TRACEBACK = "Traceback (most recent call last)"
 ERROR_TYPE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b")  # at the begin of a message
@@ -390,7 +391,8 @@ def _of_script(output: str) -> str:
     """The output without the traceback by which a launcher says that the script has failed."""
     before, _, last = output.rpartition(TRACEBACK)
     lines = [line for line in before.splitlines(keepends=True) if LOGGED_BY_TORCHRUN not in line]
-    return "".join(lines) if OF_LAUNCHER.search(last) and any(map(str.strip, lines)) else output
+    knows_less = OF_LAUNCHER.search(last) and not OF_SIGNAL.search(last)
+    return "".join(lines) if knows_less and any(map(str.strip, lines)) else output
 
 
 def _reason(output: str) -> str:

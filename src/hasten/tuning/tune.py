@@ -93,8 +93,9 @@ def tune(
             "estimated". The first two need no validation data, and no method that changes the training is tried.
         methods: The only methods to try, as ``--with`` text; None: all.
         extra: Methods to try besides, as ``./file.py:Class[:key=value]``.
-        out: Directory of the search, by default ``runs/tune-TASK``, or the next number where another search has ended
-            in it; one that was stopped there continues.
+        out: Directory of the search, by default ``runs/tune-TASK``; for a Task or a function, or another command of the
+            same name, with the next number where that holds a finished search. A search that was stopped continues
+            there, and a finished one of the same task is not measured again.
         runs: Trainings that the user expects to do with the result; decides whether the report says that the search
             pays.
         processes: Number of ranks that train together. The baseline is then the task's own data-parallel training;
@@ -231,8 +232,9 @@ def _run_stages(study: Study, state: SearchState, earlier: dict[str, Any], has_v
 
 def search_directory(task: TaskLike, out: str | Path | None = None, continues: bool = False) -> Path:
     """The directory of a search: ``out``, or ``runs/tune-TASK``. No result is replaced: it is ``runs/tune-TASK-2`` and
-    so on for a script where another command has its search in the first, and for a Task, whose name may be that of any
-    other, where a search has ended there; where a search ``continues``, that of the last one.
+    so on for a script where another command has its search in the first, and for a Task or function from Python,
+    whose name may be that of any other, where a search has ended there; where a search ``continues``, that of the
+    last one.
     """
     if out is not None:
         return Path(out)

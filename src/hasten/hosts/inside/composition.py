@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary, proxy
+from weakref import WeakKeyDictionary, WeakSet, proxy
 
 import torch
 from torch import nn
@@ -72,6 +72,7 @@ class Composition:
         self.sets_threads = False  # to another number than the script
         self.updates: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()  # what an optimizer's step calls
         self.update: Callable[[], Any] = lambda: None  # the optimizer's own step that is called now
+        self.changed: WeakSet[nn.Module] = WeakSet()  # the roots on which the ``model`` hooks have acted
         self.has_trained = self.is_later = False  # whether roots are searched no more; whether run.model came later
         self.expected: Optimizer | None = None  # was made later, and has not been checked
         self.gave_up = self.changed_loss = False  # to act on gradients; whether the last backward pass was changed
@@ -110,11 +111,13 @@ class Composition:
         return from_loader(proxy(loader), None, loader.batch_size or 1, self.run.seed, training)
 
     def wrap_call(self, root: nn.Module, call_of_root: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        """The call of a root under the methods, which may also change the root in place. Called once for each root.
+        """The call of a root under the methods, which may also change the root in place.
+
+        Called once for each root, and again if it is trained after another one.
 
         ConfigurationError if a method replaces the root, edits the plan, or needs to know which of several it acts on.
         """
-        run, is_new = self.run, self.run.model is not root
+        run, is_new = self.run, root not in self.changed
         is_other = run.model is not None and all(part is not run.model for part in root.modules())
         if is_other and STEP_HOOKS & self.hooks and not self.has_trained:
             raise self._several_models(root)
@@ -123,6 +126,7 @@ class Composition:
             self.is_later, earlier.optimizer = True, None
             self.updates.clear()
         run.model = run.unwrapped_model = root
+        self.changed.add(root)
         self._note_device()
         if is_new and self.fold("model", root) is not root:
             raise ConfigurationError(f"a method replaces the model, which {self.owner} holds; omit that method")
