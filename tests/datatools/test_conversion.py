@@ -48,7 +48,7 @@ def test_convert_rows_to_matrices_that_arrays_reads(tmp_path):
 
 
 def test_convert_rows_gives_each_column_a_visible_file_of_its_own(tmp_path):
-    names = ["", ".x", "a b", "a_b", "a_b-3"]
+    names = ["?", ".x", "a b", "a_b", "a_b-3"]
     (tmp_path / "data.csv").write_text(",".join(names) + "\n" + "0,1,2,3,4\n" * 3)
     files = convert(tmp_path / "data.csv", tmp_path / "out", to="rows")["files"]
     assert len(set(files)) == len(names) and not any(file.startswith(".") for file in files)

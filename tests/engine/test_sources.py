@@ -276,8 +276,8 @@ def test_rebuilt_loader_starts_its_workers_as_the_given_one(recipe, monkeypatch)
         TensorDataset(x, y), batch_size=2, num_workers=1, timeout=50, in_order=False, multiprocessing_context="spawn"
     )
     monkeypatch.setattr(DataLoader, "__init__", noted)
-    task = dataclasses.replace(engine_tasks.task(loader), model=lambda: torch.nn.Linear(2, 11))
-    program = build(task, make_methods(Recipe.coerce(recipe)))
+    parts = {"model": lambda: torch.nn.Linear(2, 11), "validation_data": None}
+    program = build(dataclasses.replace(engine_tasks.task(loader), **parts), make_methods(Recipe.coerce(recipe)))
     assert len(list(program.train.epoch(0))) == (3 if "batch_size" in recipe else 6)
     started = [one for one in built if one.num_workers]
     assert started

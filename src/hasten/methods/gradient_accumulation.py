@@ -65,11 +65,11 @@ class GradientAccumulation(Method):
 def _uneven(run: RunContext) -> str:
     """Why samples do not count alike in the loss, as far as torch's losses and the first labels show it; or ""."""
     loss: Any = run.task.loss
+    is_classification = getattr(loss, "func", None) in FUNCTIONS or isinstance(loss, CLASSIFICATION)
     names = ("reduction", "weight")
     given = loss.keywords if isinstance(loss, partial) else {name: getattr(loss, name, None) for name in names}
     if given.get("reduction") == "sum":
         return "the loss is a sum over the samples"
-    is_classification = isinstance(loss, CLASSIFICATION) or getattr(loss, "func", None) in FUNCTIONS
     if is_classification and given.get("weight") is not None:
         return "the loss weights classes"
     labels, peek = None, run.services.peek_batch  # None in a script that `hasten eject` has written
