@@ -5,15 +5,17 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
-from hasten.hosts.inside.answers import expected_steps
+from hasten.hosts.inside.answers import epochs_in_code, expected_steps
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import ScriptDescription, ScriptTrial, _varied
@@ -246,3 +248,22 @@ def test_length_of_the_training_counts_batches_and_not_backward_passes(passes, b
         process.wait_until_trained(60.0, None)
         described = process.ask("describe", 60.0)
     assert described["expected_steps"] == 3 * 16 // batches and described["samples_per_step"] == 4 * batches
+
+
+EPOCHS, WARMUP_EPOCHS = 7, 2
+
+
+def test_epochs_that_are_written_in_the_code_are_found_and_nothing_is_kept_alive():
+    def train(num_epochs: int) -> tuple[dict, weakref.ref]:
+        model = torch.nn.Linear(1, 1)
+        return epochs_in_code(), weakref.ref(model)
+
+    found, model = train(3)
+    assert found["num_epochs"] == 3 and found["EPOCHS"] == 7 and "WARMUP_EPOCHS" not in found
+    assert model() is None
+    frame = sys._getframe()
+    num_epochs, kept = 5, torch.nn.Linear(1, 1)
+    assert epochs_in_code()["num_epochs"] == num_epochs
+    reference = weakref.ref(kept)
+    del kept
+    assert reference() is None and frame is sys._getframe()

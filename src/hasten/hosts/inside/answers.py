@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten._torch_compat_compile import cached_compile_seconds, compile_seconds
 from hasten.hosts.inside.loaders import TRAINING, batch_size_of
+from hasten.hosts.inside.sites import HIDDEN, frames_from, module_of
 from hasten.utils.optimizers import fused_step_obstacle
 from hasten.utils.parsed_arguments import names_length, names_whole_length
 from hasten.utils.run_facts import hardware_facts, model_facts
@@ -39,7 +42,7 @@ def describe(session: Session) -> dict[str, Any]:
         "no_effect": composition.without_effect(*session.seen()) if composition else [],
         "arguments": session.arguments,
         "main": session.sites.main(),
-        "expected_steps": loop.length or expected_steps(session.arguments, loaders, _batches_per_step(session)),
+        "expected_steps": loop.length or _expected_steps(session, loaders),
         "facts": sorted(_facts(session, loaders)),
         "samples_per_step": _samples_per_step(session, loaders),
         "device": str(session.device()),
@@ -90,11 +93,41 @@ def _batches_per_step(session: Session) -> int:
     return max(1, round(max(session.batches.values(), default=0) / max(1, session.steps.count)))
 
 
+def _expected_steps(session: Session, loaders: Iterable[Any]) -> int | None:
+    """The steps of the whole training by what the script has parsed or, where that does not say it, by its code."""
+    batches = _batches_per_step(session)
+    return expected_steps(session.arguments, loaders, batches) or expected_steps(epochs_in_code(), loaders, batches)
+
+
+def epochs_in_code() -> dict[str, int]:
+    """Numbers of epochs, such as ``EPOCHS = 20``, among the variables of the user's functions and modules that are
+    running, those of inner ones first.
+    """
+    found: dict[str, int] = {}
+    for frame in frames_from(sys._getframe()):
+        code, package = frame.f_code, module_of(frame).partition(".")[0]
+        if package in {*HIDDEN, "hasten"} or "site-packages" in code.co_filename:
+            continue
+        scopes = [frame.f_globals]
+        if code.co_flags & inspect.CO_OPTIMIZED and any(map(_names_epochs, (*code.co_varnames, *code.co_cellvars))):
+            scopes.insert(0, dict(frame.f_locals))
+            if type(frame.f_locals) is dict:  # before Python 3.13 a copy, which would keep all of the variables alive
+                frame.f_locals.clear()
+        for name, value in (pair for scope in scopes for pair in scope.items()):
+            if _names_epochs(name) and type(value) is int and value > 0:
+                found.setdefault(name, value)
+    return found
+
+
+def _names_epochs(name: str) -> bool:
+    return name.lower().endswith("epochs") and names_whole_length(name)
+
+
 def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], batches: int) -> int | None:
-    """The steps of the whole training by the script's own arguments, such as ``--epochs``; None if they do not say it.
+    """The steps of the whole training by numbers such as ``epochs``; None if none of them says it.
 
     Args:
-        arguments: That the script has parsed.
+        arguments: By their names, such as those that the script has parsed.
         loaders: Those for training, whose lengths are those of an epoch.
         batches: Of one loader, in a step.
     """
