@@ -7,6 +7,8 @@ import sys
 import tomllib
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
 from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
-from hasten.hosts.inside.answers import epochs_in_code, expected_steps
+from hasten.hosts.inside.answers import _expected_steps, epochs_in_code, expected_steps
 from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import ScriptDescription, ScriptTrial, _varied
@@ -259,7 +261,7 @@ def test_epochs_that_are_written_in_the_code_are_found_and_nothing_is_kept_alive
         return epochs_in_code(), weakref.ref(model)
 
     found, model = train(3)
-    assert found["num_epochs"] == 3 and found["EPOCHS"] == 7 and "WARMUP_EPOCHS" not in found
+    assert found == {"num_epochs": 3}
     assert model() is None
     frame = sys._getframe()
     num_epochs, kept = 5, torch.nn.Linear(1, 1)
@@ -267,3 +269,41 @@ def test_epochs_that_are_written_in_the_code_are_found_and_nothing_is_kept_alive
     reference = weakref.ref(kept)
     del kept
     assert reference() is None and frame is sys._getframe()
+
+
+def test_epochs_of_a_module_count_where_no_function_has_any():
+    def step() -> dict:
+        return epochs_in_code()
+
+    def quick(epochs: int) -> dict:
+        assert epochs
+        return step()
+
+    assert step() == {"EPOCHS": 7} and quick(2) == {"epochs": 2}
+
+
+def test_dictionary_of_its_variables_that_a_function_holds_stays_as_it_is():
+    def train(epochs: int) -> dict:
+        options = locals()
+        epochs_in_code()
+        return options
+
+    assert train(3) == {"epochs": 3}
+
+
+def test_epochs_of_a_fold_or_up_to_an_early_stop_are_not_those_of_the_training():
+    def train(epochs: int, patience: int = 3) -> dict:
+        return epochs_in_code()
+
+    def validate(folds: int) -> list[dict]:
+        return [(lambda epochs: epochs_in_code())(3) for _ in range(folds)]
+
+    assert train(9) == {} and validate(1) == [{}]
+
+
+def test_counter_that_is_called_epochs_is_no_length():
+    session: Any = SimpleNamespace(arguments={}, epochs={}, batches={}, steps=SimpleNamespace(count=1))
+    found = list[tuple[int, int | None]]()
+    for epochs in range(1, 4):
+        found.append((epochs, _expected_steps(session, [range(4)])))
+    assert found == [(1, 4), (2, None), (3, None)]

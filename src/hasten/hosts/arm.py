@@ -158,7 +158,7 @@ class ScriptArm(ScriptWorker):
         return plan | {"effects": effects, "facts": described["facts"], "peak_memory": self.peak_memory()}
 
     def _expected_steps(self, known: dict[str, Any]) -> int | None:
-        """Steps of a whole run by its arguments; None if unknown, or of a part only: the script has trained longer."""
+        """Steps of a whole run by its arguments or code; None if unknown, or of a part: it has trained longer."""
         expected, seen = known.get("expected_steps"), max(self.steps, known.get("watched_steps") or 0)
         return expected if expected and expected >= seen else None
 

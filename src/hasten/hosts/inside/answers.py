@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -23,6 +23,13 @@ from hasten.utils.run_facts import hardware_facts, model_facts
 
 if TYPE_CHECKING:
     from hasten.hosts.inside.session import Session
+
+
+# names by which a function may hold the dictionary that its ``f_locals`` is before Python 3.13
+REVEALING = {"locals", "exec", "f_locals"}  # not eval or vars: also ``model.eval()``, ``vars(args)``
+# among the names that running code uses: its number of epochs is that of a part of the training, or a bound
+NOT_WHOLE = re.compile(r"(^|_|k)folds?$|patience|early_?stop", re.IGNORECASE)
+PACKAGES = {"site-packages", "dist-packages"}
 
 
 def describe(session: Session) -> dict[str, Any]:
@@ -94,29 +101,42 @@ def _batches_per_step(session: Session) -> int:
 
 
 def _expected_steps(session: Session, loaders: Iterable[Any]) -> int | None:
-    """The steps of the whole training by what the script has parsed or, where that does not say it, by its code."""
+    """The steps of the whole training by what the script has parsed or, where that does not state it, by its code."""
     batches = _batches_per_step(session)
-    return expected_steps(session.arguments, loaders, batches) or expected_steps(epochs_in_code(), loaders, batches)
+    if steps := expected_steps(session.arguments, loaders, batches):
+        return steps
+    found = epochs_in_code()
+    session.epochs = session.epochs or found
+    same = {name: value for name, value in found.items() if session.epochs.get(name, value) == value}  # no counters
+    return expected_steps(same, loaders, batches)
 
 
 def epochs_in_code() -> dict[str, int]:
-    """Numbers of epochs, such as ``EPOCHS = 20``, among the variables of the user's functions and modules that are
-    running, those of inner ones first.
+    """Numbers of epochs, such as ``EPOCHS = 20``, among the variables of the user's innermost running function that has
+    any, or else of its innermost module.
+
+    Empty where running code names folds or early stopping: the training may then be longer or shorter.
     """
-    found: dict[str, int] = {}
-    for frame in frames_from(sys._getframe()):
+    found, modules = dict[str, int](), list[dict[str, Any]]()
+    for frame in frames_from(inspect.currentframe()):
         code, package = frame.f_code, module_of(frame).partition(".")[0]
-        if package in {*HIDDEN, "hasten"} or "site-packages" in code.co_filename:
+        if package in {*HIDDEN, "hasten"} or PACKAGES & {*Path(code.co_filename).parts}:
             continue
-        scopes = [frame.f_globals]
-        if code.co_flags & inspect.CO_OPTIMIZED and any(map(_names_epochs, (*code.co_varnames, *code.co_cellvars))):
-            scopes.insert(0, dict(frame.f_locals))
-            if type(frame.f_locals) is dict:  # before Python 3.13 a copy, which would keep all of the variables alive
-                frame.f_locals.clear()
-        for name, value in (pair for scope in scopes for pair in scope.items()):
-            if _names_epochs(name) and type(value) is int and value > 0:
-                found.setdefault(name, value)
-    return found
+        own, others = {*code.co_varnames, *code.co_cellvars}, {*code.co_names}
+        if any(map(NOT_WHOLE.search, own | others)):
+            return {}
+        modules.append(frame.f_globals)
+        is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+        if not found and is_function and any(map(_names_epochs, own)) and not REVEALING & others:
+            variables = frame.f_locals
+            found = _numbers_of_epochs(variables)
+            if type(variables) is dict:  # before Python 3.13 a copy, which would keep all of the variables alive
+                variables.clear()
+    return next(filter(None, (found, *map(_numbers_of_epochs, modules))), {})
+
+
+def _numbers_of_epochs(variables: Mapping[str, Any]) -> dict[str, int]:
+    return {name: one for name, one in variables.items() if _names_epochs(name) and type(one) is int and one > 0}
 
 
 def _names_epochs(name: str) -> bool:
@@ -124,7 +144,7 @@ def _names_epochs(name: str) -> bool:
 
 
 def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], batches: int) -> int | None:
-    """The steps of the whole training by numbers such as ``epochs``; None if none of them says it.
+    """The steps of the whole training by numbers such as ``epochs``; None if none of them states it.
 
     Args:
         arguments: By their names, such as those that the script has parsed.

@@ -69,6 +69,7 @@ class Session:
         self.block: TrainingBlock | None = None  # that is running
         self.wants_evaluation, self.observer = False, None
         self.batches = Counter[str]()  # that were trained on, by the line of their loader
+        self.epochs = dict[str, int]()  # numbers of epochs in the script's code, as they were seen first
         self.warned: set[str] = set()  # what was printed once
         self.searches, self.search_until = 1, ROOT_SEARCH_STEPS  # for roots; the step at which the last one ends
         self.arguments: dict[str, Any] = dict(spec["typed"])  # of the command, and those that the script parses
