@@ -10,7 +10,6 @@ import torch
 
 from hasten.core.errors import ConfigurationError, RunError
 from hasten.core.recipe import Recipe
-from hasten.core.run_context import EngineServices, RunContext
 from hasten.engine.registry import make_method
 from hasten.engine.resources import available_cores
 from hasten.hosts import exactness
@@ -19,8 +18,6 @@ from hasten.hosts.process import ScriptProcess, _processes_with
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import SERVICES, ScriptTrial, watch_script
 from hasten.hosts.site_map import known_sites
-from hasten.profiling.diagnose import diagnose
-from hasten.profiling.step_profile import profile_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -395,7 +392,6 @@ def test_training_with_a_recipe_is_the_users_own(tmp_path):
         assert done.returncode == 0, done.stderr
         (tmp_path / f"{name}.out").write_text(done.stdout)
     assert (tmp_path / "a.pt.out").read_text() == (tmp_path / "b.pt.out").read_text()
-    import torch
 
     a, b = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
     assert all(torch.equal(a[key], b[key]) for key in a)
@@ -487,30 +483,6 @@ def test_script_that_goes_to_the_background_is_refused(tmp_path):
     ref = written(tmp_path, "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)\n")
     with pytest.raises(ConfigurationError, match="continues in the background; start it in the foreground"):
         watch_script(ref)
-
-
-def test_diagnosis_counts_the_evaluations_that_come_within_its_blocks(tmp_path):
-    text = (SCRIPTS / "tensors.py").read_text()  # an evaluation after 128 steps
-    text = text.replace("    correct = 0\n", "    correct = 0\n    __import__('time').sleep(0.1)\n")
-    found = diagnose(written(tmp_path, text), budget=10.0, device="cpu")
-    assert found["evaluation_seconds"] > 0.1 and found["phases"]["evaluation"] > 0.2
-
-
-def test_seconds_of_a_step_are_those_of_the_steps_that_were_left():
-    found = profile_steps(script("gan.py", "2"), Recipe(), device="cpu", seed=0, budget=4.0)  # 32 steps of 32 samples
-    assert found.step == pytest.approx(32 * found.sample)
-
-
-def test_eval_no_grad_spares_a_model_that_differentiates_in_its_forward_pass():
-    class Forces(torch.nn.Linear):
-        def forward(self, x):
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(super().forward(x).square().sum(), x)[0]
-
-    run = RunContext(torch.device("cpu"), None, services=EngineServices(eval_records_gradients=lambda: True))
-    run.model = Forces(3, 1).eval()
-    forward = make_method("eval_no_grad").forward(run.model, run)
-    assert forward(torch.ones(2, 3)).shape == (2, 3)
 
 
 def test_gradient_accumulation_is_refused_where_the_script_forms_its_batches(tmp_path):

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.benchmarking.equivalence_runs import STEPS, RunConditions
+from hasten.benchmarking.exactness import AMPLIFIED_FACTOR, MAX_DIFFERENCE, MIN_GRADIENT_DB
 from hasten.benchmarking.fork_server import DeadlineError
 from hasten.benchmarking.repeatability import ALERT
 from hasten.benchmarking.weight_differences import different_weights, relative_difference, worst_gradient
@@ -56,10 +57,7 @@ GAIN_OF_ANOTHER = 0.6  # starts that one more process at the same time is worth:
 MAX_DOUBLE_S = 60.0  # for the steps of one run in float64, which GPUs for graphics compute 64 times slower than float32
 CLOCK_S = 1.1  # between two starts that shall not be in the same second
 MEMORY_SHARE = 0.5  # of what is available, that these may take
-MAX_DIFFERENCE = 1e-10  # relative, in float64
-MIN_GRADIENT_DB = 20.0
 ROUNDING_FACTOR = 10.0  # times the distance that one rounding of all weights grows to: still the same formula
-AMPLIFIED_FACTOR = 100.0  # the same in float64, where a training makes it grow beyond MAX_DIFFERENCE
 NOISE_FACTOR = 3.0  # times the distance between two runs of a script that is not reproducible
 CONDITIONS = f"{RunConditions.__module__}:{RunConditions.__name__}"  # disables dropout, which float64 draws differently
 DOUBLE, SINGLE = {CONDITIONS: {"double": True}}, {CONDITIONS: {"double": False}}
