@@ -14,8 +14,16 @@ from hasten.engine.tasks import TaskRef
 from hasten.tuning.budget import Budget
 from hasten.tuning.joint_search import POINTS, Space, add_lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.systems import Incumbents, candidate
-from hasten.tuning.training import Baseline, first_outcome, run_seeds, try_training_composition
+from hasten.tuning.training import (
+    SOONER,
+    Baseline,
+    first_outcome,
+    run_seeds,
+    search_training,
+    try_training_composition,
+)
 from hasten.tuning.training_stage import _easiest_to_prove
+from hasten.tuning.varied_arguments import with_varied
 from hasten.utils.search_range import SearchRange
 from helpers.planted_study import THREADS, frozen
 
@@ -47,7 +55,7 @@ class Simulated:
         if self.idle in recipe.methods:
             return {"failed": f"{self.idle} {NO_EFFECT}: planted", "trial_seconds": 1.0}
         schedule = recipe.methods.get("budgeted_schedule", {"factor": 1.0, "peak": BEST_PEAK})
-        length, off = schedule["factor"], abs(math.log2(schedule["peak"] / BEST_PEAK))
+        length, off = schedule["factor"], abs(math.log2(schedule.get("peak", BEST_PEAK) / BEST_PEAK))
         batch = recipe.methods.get("batch_size", {"factor": 1})["factor"]
         end = METRIC - 0.05 * max(0.0, math.log2(self.shortest * (1 + off) / length)) if recipe else METRIC
         end -= 0.05 * bool(recipe and self.needs and self.needs not in recipe.methods)
@@ -107,7 +115,8 @@ def test_composition_keeps_the_shorter_length_of_the_best_recipe():
     short = Recipe({"budgeted_schedule": {"factor": 0.32, "peak": BEST_PEAK}})
     best = run_seeds(study, short, first_outcome(baseline), baseline, [])
     for tried in (["budgeted_schedule:factor=0.5,peak=9", "ema"], ["budgeted_schedule:factor=0.64"]):
-        try_training_composition(study, Incumbents([Recipe(), short]), best, Recipe.parse(tried), baseline)
+        incumbents = Incumbents([Recipe(), short])
+        try_training_composition(study, incumbents, best, Recipe.parse(tried), baseline, lambda recipe, outcome: [])
     assert {text for text, _ in study.ran} == {"baseline", str(short), str(short | Recipe.parse("ema"))}
 
 
@@ -154,12 +163,51 @@ def test_shorten_finds_the_least_length_that_ends_as_well():
     baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
     whole = first_outcome(baseline)
     recipe = Recipe({"budgeted_schedule": {"factor": 0.64, "peak": BEST_PEAK}})
-    incumbents = Incumbents([Recipe(), recipe])
-    best = shorten(study, incumbents, ITEMS, baseline, run_seeds(study, recipe, whole, baseline, []))
-    lengths = [recipe.methods["budgeted_schedule"]["factor"] for recipe in incumbents.recipes if recipe]
-    assert lengths == [0.64, 0.45, 0.32], "each is a recipe to fall back on"
-    assert best.gain_over(whole) == pytest.approx(1 / 0.32, rel=0.01)
-    assert shorten(study, Incumbents(), ITEMS, baseline, whole) is whole, "the task as it is has no length to change"
+    won = shorten(study, ITEMS, baseline, recipe, run_seeds(study, recipe, whole, baseline, []))
+    lengths = [recipe.methods["budgeted_schedule"]["factor"] for recipe, _ in won]
+    assert lengths == [0.45, 0.32], "each is a recipe to fall back on"
+    assert won[-1][1].gain_over(whole) == pytest.approx(1 / 0.32, rel=0.01)
+    assert not shorten(study, [candidate("muon")], baseline, recipe, whole), "nothing sets its length"
+
+
+class SlowSteps(Simulated):
+    """muon makes steps 1.4 times slower, and reaches the target after half of the training."""
+
+    def run(self, recipe, seed, **limits):
+        run, has_muon = super().run(recipe, seed, **limits), "muon" in recipe.methods
+        rows = [
+            {**row, "seconds": (1 + 0.4 * has_muon) * row["seconds"], "metric": row["metric"] + 0.05 * has_muon}
+            for row in run["evaluations"]
+        ]
+        held = next((row for row in rows if row["metric"] >= TARGET + 0.045), None)
+        reached = {f"{unit}_to_target": held and held[unit] for unit in ("seconds", "samples")}
+        return run | reached | {"metric": rows[-1]["metric"], "seconds": rows[-1]["seconds"], "evaluations": rows}
+
+
+@pytest.mark.parametrize("can_shorten", [True, False])
+def test_method_in_slower_steps_saves_time_only_by_a_shorter_training(can_shorten):
+    study, seeds, incumbents = SlowSteps(shortest=0.3), [0, 1, 2], Incumbents()
+    baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET + 0.045, MARGIN, True, seeds)
+
+    def shortened(recipe, outcome):
+        return shorten(study, ITEMS, baseline, recipe, outcome) if can_shorten else []
+
+    muon, whole = candidate("muon"), first_outcome(baseline)
+    best = search_training(study, incumbents, [muon], baseline, whole, shortened)
+    if can_shorten:
+        lengths = [recipe.methods["budgeted_schedule"]["factor"] for recipe in incumbents.recipes if recipe]
+        assert lengths[0] < 0.6 and lengths == sorted(lengths, reverse=True) and best.gain_over(whole) > 2
+    else:
+        assert incumbents.best == Recipe() and best is whole
+        assert SOONER in study.trials[-1]["why"] and study.trials[-1]["verdict"] == "no gain"
+
+
+def test_every_length_of_a_script_is_shortened_together():
+    (item,) = with_varied([candidate("script_arguments")], {"max_iters": 2000, "lr_decay_iters": 1900, "lr": 0.1})
+    space, recipe = Space([item]), Recipe.parse(["ema"])
+    shorter = space.with_length(recipe, 0.5)
+    assert shorter.methods == {**recipe.methods, "script_arguments": {"max_iters": 1000, "lr_decay_iters": 950}}
+    assert space.length_in(shorter) == 0.5 and space.length_in(recipe) == 1
 
 
 def few_runs() -> Baseline:
@@ -252,9 +300,9 @@ def test_shorten_compares_samples_since_the_clock_of_a_run_may_be_disturbed():
     study, seeds = Disturbed(shortest=0.3), [0, 1, 2]
     baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
     recipe = Recipe({"budgeted_schedule": {"factor": 0.64, "peak": BEST_PEAK}})
-    whole, incumbents = first_outcome(baseline), Incumbents([Recipe(), recipe])
-    shorten(study, incumbents, ITEMS, baseline, run_seeds(study, recipe, whole, baseline, []))
-    assert [one.methods["budgeted_schedule"]["factor"] for one in incumbents.recipes[1:]] == [0.64, 0.45, 0.32]
+    whole = first_outcome(baseline)
+    won = shorten(study, ITEMS, baseline, recipe, run_seeds(study, recipe, whole, baseline, []))
+    assert [one.methods["budgeted_schedule"]["factor"] for one, _ in won] == [0.45, 0.32]
 
 
 def test_joint_search_without_a_length_that_suffices_changes_nothing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, suggest
@@ -13,6 +14,7 @@ from hasten.hosts.process import ScriptProcess
 from hasten.hosts.site_map import remember
 from hasten.hosts.whole_run import has_named_metric, metric_at_end, run_to_end
 from hasten.utils.durations import duration_option
+from hasten.utils.parsed_arguments import scales_with_length
 
 if TYPE_CHECKING:
     from hasten.hosts.script_ref import ScriptRef
@@ -34,7 +36,8 @@ class ScriptDescription(ScriptWorker):
 
     def facts(self, processes: int, run_seconds: float | None = None) -> dict[str, Any]:
         """The keys of ``tuning.trial.Description.facts``, from a watched run of the script, and: ``no_whole_run``, why
-        it did not end ("" if it did); ``default_budget``, seconds or None; ``varied``, argument -> value.
+        it did not end ("" if it did); ``default_budget``, seconds or None; ``varied``, argument -> value;
+        ``length_arguments``, names of those that set the length of the training or of a part of its schedule.
 
         ``run_seconds``: of a whole run, which an earlier search has seen and this one waits for.
         """
@@ -54,6 +57,7 @@ class ScriptDescription(ScriptWorker):
             "default_budget": DEFAULT_BUDGET_S if why else None,  # the search needs no whole runs
             "target": None,
             "varied": varied,
+            "length_arguments": sorted(filter(scales_with_length, _numbers_above_zero(site_map["arguments"]))),
         }
 
 
@@ -184,9 +188,8 @@ def _varied(script: ScriptRef, site_map: dict[str, Any]) -> dict[str, float]:
                 f"--vary: {script.name} parses no argument {name!r} with argparse, and its command gives it no number"
                 f"{hint}; give its present value in the command, such as --{name}=0.1 or {name}=0.1"
             )
-        value = arguments[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigurationError(f"--vary: {name} is {value!r}; only a number above 0 can be varied")
+        if name not in _numbers_above_zero(arguments):
+            raise ConfigurationError(f"--vary: {name} is {arguments[name]!r}; only a number above 0 can be varied")
     if script.vary and not site_map["total_steps"]:
         raise ConfigurationError(f"--vary needs whole runs of the script, and {_reason_run_is_too_long(site_map)}")
     if script.vary and site_map["metric"] is None:
@@ -194,6 +197,11 @@ def _varied(script: ScriptRef, site_map: dict[str, Any]) -> dict[str, float]:
             "--vary needs a metric to judge by, and none is measured on held-out data; see --metric"
         )
     return {name: arguments[name] for name in script.vary}
+
+
+def _numbers_above_zero(arguments: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {name: value for name, value in arguments.items() if isinstance(value, (int, float))}
+    return {name: value for name, value in numbers.items() if not isinstance(value, bool) and value > 0}
 
 
 SERVICES: dict[str, Any] = {

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from hasten.core.recipe import Recipe
+from hasten.engine.registry import method_class, options_of
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.study import Study
 from hasten.tuning.systems import (
@@ -62,6 +63,23 @@ class Space:
     def length(self) -> tuple[tuple[str, str], SearchRange] | None:
         """((method, option), range) of the length; None if no method changes it."""
         return next(((key, one) for key, one in self._ranges() if one.is_length), None)
+
+    def length_in(self, recipe: Recipe) -> float:
+        """The length of a recipe's training, relative to that of the task."""
+        if self.length is None:
+            return 1.0
+        (method, option), one = self.length
+        usual = options_of(method_class(method)).get(option, one.of) if method in recipe.methods else one.of
+        return recipe.methods.get(method, {}).get(option, usual) / one.of
+
+    def with_length(self, recipe: Recipe, length: float) -> Recipe:
+        """The recipe with this length, and that of the parts of its schedule; as it is if a method excludes that."""
+        for (method, option), one in self._ranges():
+            if one.is_length:
+                options = recipe.methods.get(method, {}) | {option: one.times(length)}
+                changed = add_or_replace(recipe, method, options)
+                recipe = recipe if isinstance(changed, str) else changed
+        return recipe
 
     def shortens(self, best: Outcome, baseline: Baseline) -> bool:
         """Whether twice its shortest training is clearly shorter than that of the best recipe so far."""
@@ -159,33 +177,33 @@ def search_jointly(
     return won[0].outcome if won else best
 
 
-def shorten(study: Study, incumbents: Incumbents, items: list[Candidate], baseline: Baseline, best: Outcome) -> Outcome:
-    """Shortens the best recipe's training as long as it ends as well, then tries one length in between.
+def shorten(
+    study: Study, items: list[Candidate], baseline: Baseline, recipe: Recipe, outcome: Outcome
+) -> list[tuple[Recipe, Outcome]]:
+    """Shortens a recipe's training as long as it ends as well, then tries one length in between.
 
-    Pushes the recipes that win, and returns the outcome of the best. ``items`` are those of ``search_jointly``; nothing
-    is done unless the method among them that sets the length is in the recipe.
+    Returns the recipes that do, each shorter than the one before it, with their outcomes. Nothing is tried unless one
+    of ``items``, those of ``search_jointly``, sets the length, and the recipe has that method or reaches the target
+    long before its end. ``outcome`` is that of the recipe.
     """
-    found = Space(items).length
-    if found is None or found[0][0] not in incumbents.best.methods:
-        return best
-    (method, option), length = found
-    step, is_last, tried = SHORTER, False, set[float]()
-    while (now := incumbents.best.methods[method].get(option)) is not None:
-        options, value = incumbents.best.methods[method], length.times(step * now / length.of)
-        if value == now or value in tried:
-            return best
-        tried.add(value)
-        recipe = incumbents.best.with_method(method, **{**options, option: value})
-        outcome = run_seeds(study, recipe, best, baseline, [], same_steps=True)
-        note_outcome(study, str(recipe), outcome, best)
-        if outcome.verdict == "kept":
-            incumbents.push(recipe)
-            best = outcome
+    space, reached = Space(items), outcome.share_at_target
+    if space.length is None:
+        return []
+    step = SHORTER if space.length[0][0] in recipe.methods else reached
+    if step is None or step > LONGEST:
+        return []
+    won, tried, is_last = list[tuple[Recipe, Outcome]](), list[Recipe](), False
+    while (shorter := space.with_length(recipe, step * space.length_in(recipe))) not in (recipe, *tried):
+        tried.append(shorter)
+        found = run_seeds(study, shorter, outcome, baseline, [], same_steps=True)
+        note_outcome(study, str(shorter), found, outcome)
+        if is_kept := found.verdict == "kept":
+            recipe, outcome = shorter, found
+            won.append((recipe, outcome))
         if is_last:
-            return best
-        if outcome.verdict != "kept":
-            step, is_last = math.sqrt(SHORTER), True
-    return best
+            break
+        step, is_last = (SHORTER, False) if is_kept else (math.sqrt(step), True)
+    return won
 
 
 def add_lengthened(
@@ -199,22 +217,17 @@ def add_lengthened(
     None if the last recipe sets no length, or hardly a shorter one than the task. ``items`` are those of
     ``search_jointly``; ``metrics`` gives the final metrics of a recipe in the search.
     """
-    found = Space(items).length
-    if found is None or not recipes or found[0][0] not in recipes[-1].methods:
+    space = Space(items)
+    if space.length is None or not recipes or space.length[0][0] not in recipes[-1].methods:
         return None
-    (method, option), length = found
-    last, now = recipes[-1], recipes[-1].methods[method].get(option)
-    if now is None:
+    ((method, _), lengths), last, now = space.length, recipes[-1], space.length_in(recipes[-1])
+    of_length = [(space.length_in(each), metrics(each)) for each in recipes if method in each.methods]
+    provable = _provable_length({length: fmean(end) for length, end in of_length if end}, baseline) or 0.0
+    recipe = space.with_length(last, provable if provable > now else LONGER * now)
+    if not now < space.length_in(recipe) <= lengths.high:
         return None
-    lengths = [(each.methods[method].get(option), metrics(each)) for each in recipes if method in each.methods]
-    ends = {value: fmean(end) for value, end in lengths if value is not None and end}
-    provable = _provable_length(ends, baseline) or 0.0
-    value = length.times((provable if provable > now else LONGER * now) / length.of)
-    if value <= now or value / length.of > length.high:
-        return None
-    recipe = last.with_method(method, **{**last.methods[method], option: value})
     if recipe not in recipes:
-        is_shorter = [each.methods.get(method, {}).get(option, math.inf) < value for each in recipes]
+        is_shorter = [space.length_in(each) < space.length_in(recipe) for each in recipes]
         recipes.insert(is_shorter.index(True), recipe)
     return recipe
 

@@ -52,6 +52,7 @@ class SearchState:
     baseline: Baseline | None = None
     one_process: Ratio | None = None  # speed-up of the task's own training in one process over the job of several
     winner_in_one_process: Ratio | None = None  # the same of the winner, without its distributed methods
+    length_arguments: list[str] = field(default_factory=list)  # of a script, which ``--vary`` could shorten
     start_seconds: float = 0.0  # until the task was known; a search that is continued takes them again
     comparison_seconds: float = 0.0  # budget of a comparison of the confirmation
     strong_baseline: Recipe = field(default_factory=Recipe)  # what an experienced user sets by hand

@@ -27,6 +27,7 @@ from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
 from hasten.tuning.systems import (
     AS_FAST,
+    LONGER,
     Candidate,
     able_forms,
     add_or_replace,
@@ -52,7 +53,7 @@ SHORT_RUNS = 14.0  # the length of a shorter training is the budget left, divide
 MIN_SHORT_RUN_S = 2.0  # a shorter training says nothing
 MAX_COMPOSITIONS = 2
 SEARCH_COMPARISONS = 5.0  # with fewer in the budget there is no search: the best guess is measured
-MANY_COMPARISONS = 40.0  # with fewer, methods that need no choice are tried together before each is tried alone
+MANY_COMPARISONS = 40.0  # with more, that of the methods which are tried together takes longer
 GUESSES = 3
 LUCK = 1.05  # ratio of two comparisons of the same recipe, which is seen easily
 PROCESS_START_S = 0.5
@@ -73,8 +74,6 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
     screening = min(max(SCREENING_S[0], budget.total / 40), SCREENING_S[1])
     exact, lower = _by_exactness(state.candidates, state.level)
     experienced = _exact_compositions(study, state)
-    if budget.left() < MANY_COMPARISONS * comparison_seconds(plan):
-        experienced = [*_together(state, exact), *experienced]
     if study.processes > 1:
         with budget.part(ONE_PROCESS_SHARE):
             state.one_process = compare_with_one_process(study, state, Recipe(), samples)
@@ -82,6 +81,10 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
     with budget.part(share):
         exact_share = budget.part(EXACT_SHARE if lower else 1.0)
         with budget.reserve(seconds + _confirmation_overhead(plan)), exact_share, _keep_unconfirmed(state):
+            # together their gain is seen, where that of each is lost in the noise of its comparison
+            is_long = budget.left() > MANY_COMPARISONS * comparison_seconds(plan)
+            together = LONGER * screening if is_long else screening
+            try_compositions(study, state.incumbents, _together(state, exact), samples, together)
             try_compositions(study, state.incumbents, experienced, samples, screening)
             quick = [item for item in exact if not item.card.high_setup_cost]
             search_systems(study, state.incumbents, quick, samples, screening)

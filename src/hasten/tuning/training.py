@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean, median, median_high, stdev
 from typing import Any
@@ -36,6 +37,7 @@ from hasten.utils.search_range import SearchRange
 
 FEWER_SAMPLES = 0.99  # above this ratio of samples only the speed can make a recipe faster
 NEARLY_AS_FAST = 0.95  # then a clearly better end is worth more, if the confirmation agrees
+SOONER = "reaches the target sooner, in a training that takes longer"  # in the reason of a trial
 TIME_LIMIT = 1.25  # times the seconds of the best recipe, after which a run that has not reached the target is ended
 MAX_LOSSES = 3  # presets in a row that lost, after which a method is given up: they grow bolder
 AFFORDABLE_SHARE = 0.15  # of the budget left, for the other seeds of a recipe that won on the first seed
@@ -129,6 +131,12 @@ class Outcome:
         known = [value for value in values if value is not None]
         return fmean(known) if len(known) == len(values) else None
 
+    @property
+    def share_at_target(self) -> float | None:
+        """Samples to the target / samples of the whole training; None if a run missed it."""
+        samples = self.to_target("samples")
+        return samples and samples / fmean(run["samples"] for run in self.runs)
+
     def share_of_samples(self, best: Outcome) -> float:
         """Samples that this recipe trains in all / those of ``best``, on the seeds that both were run on."""
         both = min(len(self.runs), len(best.runs))
@@ -149,6 +157,11 @@ class Outcome:
             return None
         seconds, best_seconds, _ = self.times(best)
         return best_seconds / seconds
+
+    def takes_longer(self, best: Outcome) -> bool:
+        """Whether the whole training clearly takes longer than that of ``best``, wherever it reaches the target."""
+        both = min(len(self.runs), len(best.runs))
+        return best.whole_seconds(both) < NEARLY_AS_FAST * self.whole_seconds(both)
 
     def needs_fewer(self, best: Outcome) -> bool:
         """Whether this recipe needed clearly fewer samples than ``best``, in all or to the target."""
@@ -200,6 +213,9 @@ class Outcome:
         return replace(accepted, why=why, fastest=None if (accepted.gain_over(fastest) or 1.0) >= 1.0 else fastest)
 
 
+Shorten = Callable[[Recipe, Outcome], list[tuple[Recipe, Outcome]]]  # see ``joint_search.shorten``
+
+
 def seconds_of(run: dict) -> float:
     """Seconds of a whole run by the median pace between its evaluations, so that a passing disturbance counts little.
 
@@ -218,13 +234,13 @@ def seconds_of(run: dict) -> float:
 
 
 def try_training_composition(
-    study: Study, incumbents: Incumbents, best: Outcome, composition: Recipe, baseline: Baseline
+    study: Study, incumbents: Incumbents, best: Outcome, composition: Recipe, baseline: Baseline, shorten: Shorten
 ) -> Outcome:
     """Trains a recipe that won elsewhere, added to the best so far, and pushes it if it wins.
 
     If it fails since some of its methods have no effect here it is tried again without these; a length that is not
     shorter than that of the best recipe is left out. ``best`` is the outcome of the best recipe so far; returns that of
-    the new best.
+    the new best. ``shorten``: as for ``push_if_it_saves_time``.
     """
     for able in able_forms(study, composition):
         recipe = _without_longer_length(incumbents.best, able)
@@ -234,10 +250,31 @@ def try_training_composition(
         if study.task.command and not changes_something(study, incumbents.best, merged, str(recipe)):
             break
         outcome = run_seeds(study, merged, best, baseline, [])
-        note_outcome(study, str(recipe), outcome, best)
-        if outcome.verdict == "kept":
-            incumbents.push(merged)
-            best = outcome
+        best = push_if_it_saves_time(study, incumbents, merged, outcome, best, str(recipe), shorten)
+    return best
+
+
+def push_if_it_saves_time(
+    study: Study, incumbents: Incumbents, recipe: Recipe, outcome: Outcome, best: Outcome, text: str, shorten: Shorten
+) -> Outcome:
+    """Pushes a recipe that was kept, then shorter trainings with it. Returns the outcome of the new best.
+
+    A recipe in slower steps may reach the target sooner than ``best`` and yet train for longer: then only those of its
+    shorter trainings count that save time. Notes the trial, called ``text``.
+    """
+    won: list[tuple[Recipe, Outcome]] = []
+    if outcome.verdict == "kept":
+        won = [(recipe, outcome), *shorten(recipe, outcome)]
+        won = [(each, its) for each, its in won if not its.takes_longer(best)]
+        if not won:
+            seconds, best_seconds, _ = outcome.times(best)
+            whole = f"{outcome.whole_seconds():.2f} s, the best so far {best.whole_seconds():.2f} s"
+            why = f"{SOONER}: it takes {whole}; to the target {seconds:.2f} s and {best_seconds:.2f} s"
+            outcome = replace(outcome, verdict="no gain", why=why)
+    note_outcome(study, text, outcome, best)
+    for each, its in won:
+        incumbents.push(each)
+        best = its
     return best
 
 
@@ -287,11 +324,17 @@ def first_outcome(baseline: Baseline, speedup: float = 1.0) -> Outcome:
 
 
 def search_training(
-    study: Study, incumbents: Incumbents, candidates: list[Candidate], baseline: Baseline, best: Outcome
+    study: Study,
+    incumbents: Incumbents,
+    candidates: list[Candidate],
+    baseline: Baseline,
+    best: Outcome,
+    shorten: Shorten = lambda recipe, outcome: [],
 ) -> Outcome:
     """Tries one method after the other by trainings, mildest preset first, and pushes the recipes that win.
 
-    ``best`` is the outcome of the best recipe so far; returns that of the new best.
+    ``best`` is the outcome of the best recipe so far; returns that of the new best. ``shorten``: as for
+    ``push_if_it_saves_time``.
     """
     for item in candidates:
         base, losses, is_checked = incumbents.best, 0, False
@@ -311,10 +354,9 @@ def search_training(
             outcome = run_seeds(study, recipe, best, baseline, seen)
             if outcome.verdict == "kept" and not outcome.needs_fewer(best) and not outcome.ends_better(best, baseline):
                 outcome = _require_speed(study, incumbents.best, recipe, outcome)
-            note_outcome(study, text, outcome, best)
-            if outcome.verdict == "kept":
-                incumbents.push(recipe)
-                best, losses = outcome, 0
+            before, best = best, push_if_it_saves_time(study, incumbents, recipe, outcome, best, text, shorten)
+            if best is not before:
+                losses = 0
             elif outcome.verdict == "no effect" or (losses := losses + 1) == MAX_LOSSES:
                 break
     return best

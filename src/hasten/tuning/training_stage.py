@@ -43,6 +43,7 @@ from hasten.tuning.systems_stage import (
 )
 from hasten.tuning.training import (
     SEED_STEP,
+    SOONER,
     Baseline,
     Outcome,
     Substitute,
@@ -111,18 +112,34 @@ def _search(study: Study, state: SearchState, items: list, baseline: Baseline, b
         epoch = state.plan["samples_per_epoch"] or float("inf")
         recipes += largest_batch_compositions(study, state.incumbents.best, items, facts, epoch)
 
-    def shortened(found: Outcome) -> Outcome:
-        return best if found is best else shorten(study, state.incumbents, joint, baseline, found)
+    def shortened(recipe: Recipe, found: Outcome) -> list[tuple[Recipe, Outcome]]:
+        return shorten(study, joint, baseline, recipe, found)
 
     for recipe in recipes:  # each is compared at the shortest length with which those before it end well
-        best = shortened(try_training_composition(study, state.incumbents, best, recipe, baseline))
+        best = try_training_composition(study, state.incumbents, best, recipe, baseline, shortened)
     if Space(joint).shortens(best, baseline):
-        best = shortened(search_jointly(study, state.incumbents, joint, baseline, best))
+        found = search_jointly(study, state.incumbents, joint, baseline, best)
+        for recipe, shorter in shortened(state.incumbents.best, found) if found is not best else ():
+            state.incumbents.push(recipe)
+            found = shorter
+        best = found
     else:
         others = [*(item for item in joint if not has_length(item)), *others]
-    best = shortened(search_training(study, state.incumbents, others, baseline, best))
+    search_training(study, state.incumbents, others, baseline, best, shortened)
+    if Space(joint).length is None:
+        _note_shorter_trainings(study, state)
     state.contributions = leave_one_out(study, state.incumbents, state.samples, baseline)
     state.ablated = state.incumbents.best
+
+
+def _note_shorter_trainings(study: Study, state: SearchState) -> None:
+    """Notes that a shorter training was not tried, where one reached the target sooner and nothing could shorten it."""
+    sooner = next((trial for trial in study.trials if SOONER in trial["why"]), None)
+    if sooner is None:
+        return
+    names = ",".join(state.length_arguments)
+    remedy = f"--vary {names} lets the search shorten it" if names else "give the training fewer steps with it"
+    study.note("a shorter training", "training", "not made", f"{sooner['what']} {sooner['why']}; {remedy}")
 
 
 def _confirm_found(study: Study, state: SearchState, items: list, baseline: Baseline, is_whole: bool) -> None:

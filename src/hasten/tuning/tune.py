@@ -165,6 +165,7 @@ def tune(
     text = json.dumps({**settings, "command": task.command}, indent=1, default=str)
     level = LEVELS[evidence] if evidence else DEFAULT_LEVEL
     state = SearchState(margin=margin, level=level, start_seconds=clock.spent)
+    state.length_arguments = facts.get("length_arguments", [])
 
     def save(is_partial: bool = True) -> TuneResult:
         about: Any = {"metric": facts["metric"], "offered": selection.offered, "price_per_hour": price_per_hour}
