@@ -32,17 +32,24 @@ IMAGES = {"command": "main.py --no-accel --epochs 3", "prepare": mnist_at("../da
 
 @dataclass(frozen=True)
 class Training:
-    """A script, its last metric as a pattern, and the argument that sets its seed."""
+    """A script, its last metric as a pattern, the argument that sets its seed, and those that ``--vary`` may change."""
 
     script: Script
     metric: str
     seed: str = ""
+    vary: str = ""
 
 
 TRAININGS = {
-    "character GPT": Training(replace(SCRIPTS["nanoGPT"], command=NANOGPT), r"val loss ([\d.]+)"),
-    "LSTM language model": Training(replace(SCRIPTS["word LSTM"], command=LSTM), r"test loss +([\d.]+)", "--seed {}"),
-    "image classifier": Training(replace(SCRIPTS["mnist"], **IMAGES), r"Accuracy: (\d+)/", "--seed {}"),
+    "character GPT": Training(
+        replace(SCRIPTS["nanoGPT"], command=f"{NANOGPT} --learning_rate=1e-3"),  # that of its configuration
+        r"val loss ([\d.]+)",
+        vary="max_iters,lr_decay_iters,learning_rate",
+    ),
+    "LSTM language model": Training(
+        replace(SCRIPTS["word LSTM"], command=LSTM), r"test loss +([\d.]+)", "--seed {}", "epochs,lr"
+    ),
+    "image classifier": Training(replace(SCRIPTS["mnist"], **IMAGES), r"Accuracy: (\d+)/", "--seed {}", "epochs,lr"),
     "tabular network": Training(Script("", TABLE, ("Adam",), ("Network",)), r"accuracy ([\d.]+)", "{}"),
 }
 
@@ -52,6 +59,8 @@ def judge(name: str, training: Training, checkouts: Path, options) -> dict:
     script, settings = training.script, ["--json", "--budget", options.budget, "--out", "tuned"]
     if options.evidence:
         settings += ["--evidence", options.evidence]
+    if options.vary and training.vary:
+        settings += ["--vary", training.vary]
     command = [sys.executable, *script.command.split()]
     with tempfile.TemporaryDirectory() as place:
         directory = copy_of(script, checkouts, Path(place)) if script.directory else Path(place)
@@ -119,6 +128,7 @@ def main() -> int:
     options.add_argument("--only", metavar="NAME,NAME", help=f"of {', '.join(TRAININGS)}")
     options.add_argument("--budget", default="2m", help="of each search (default: %(default)s)")
     options.add_argument("--evidence", help="weakest to accept (default: that of hasten)")
+    options.add_argument("--vary", action="store_true", help="let the search change the training's own arguments")
     options.add_argument("--rounds", type=int, default=3, help="whole trainings of each side")
     options = options.parse_args()
     rows = []

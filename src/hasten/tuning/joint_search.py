@@ -197,12 +197,12 @@ def shorten(
         tried.append(shorter)
         found = run_seeds(study, shorter, outcome, baseline, [], same_steps=True)
         note_outcome(study, str(shorter), found, outcome)
-        if is_kept := found.verdict == "kept":
+        if kept := found.verdict == "kept":
             recipe, outcome = shorter, found
             won.append((recipe, outcome))
         if is_last:
             break
-        step, is_last = (SHORTER, False) if is_kept else (math.sqrt(step), True)
+        step, is_last = (SHORTER, False) if kept else (math.sqrt(step), True)
     return won
 
 
