@@ -8,6 +8,8 @@ the times to the target; the final metrics of both are printed, too.
 
 hasten's recipe comes from the search of ``time_to_target.py`` (``--runs``), which is made now if it does not exist.
 ``--proven`` takes the recipe of the newest record of the workload instead: no search, but the same comparison.
+``--exact`` gives hasten the wall time that loadtune took, and exact methods only; autocast is dropped from loadtune's
+choice, since it is not exact. Then the speed of steps decides, and nothing is trained to the end.
 pytorch-autotune 2 requires CUDA and is not measured here.
 
 Figure: hasten's recipe is never slower, and faster on most workloads.
@@ -134,6 +136,13 @@ def measured(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
     }
 
 
+def measured_exact(workload: str, theirs: Recipe, ours: Recipe, options) -> dict:
+    """Measures the steps of both recipes."""
+    pace = hasten.compare(workload, theirs, ours, budget=options.budget, device=options.device, on_progress=on_progress)
+    seconds = pace["seconds_per_1000_samples"]
+    return {"ratio": pace["ratio"], "seconds": {"loadtune": seconds["a"], "hasten": seconds["b"]}, "pace": pace}
+
+
 def _samples(run: dict) -> int:
     """Returns samples to the target; a run that never reached it counts with all its samples."""
     return run["samples_to_target"] or run["samples"]
@@ -148,11 +157,14 @@ def against(workload: str, options) -> dict:
         f""
         f"{'uses the recorded recipe' if options.proven else 'searches, or reads its trials'}"
     )
-    found = known or searched(workload, options)
-    ours = Recipe(found["recipe"])
-    measurement = (
-        measured(workload, theirs["recipe"], ours, options) if ours.methods != theirs["recipe"].methods else None
-    )
+    if options.exact:
+        theirs["recipe"] = theirs["recipe"].drop("bfloat16")
+        found = searched_exact(workload, theirs["seconds"], options)
+    else:
+        found = known or searched(workload, options)
+    ours, measure = Recipe(found["recipe"]), measured_exact if options.exact else measured
+    is_same = ours.methods == theirs["recipe"].methods
+    measurement = None if is_same else measure(workload, theirs["recipe"], ours, options)
     return {
         "loadtune": {**theirs, "recipe": str(theirs["recipe"])},
         "hasten": {
@@ -180,6 +192,13 @@ def searched(workload: str, options) -> dict:
     )
 
 
+def searched_exact(workload: str, seconds: float, options) -> dict:
+    """The result of a search among exact methods, in ``seconds``."""
+    with tempfile.TemporaryDirectory() as directory:
+        how = {"evidence": "exact", "out": directory, "device": options.device, "on_progress": on_progress}
+        return hasten.tune(workload, budget=seconds, **how)
+
+
 def row_of(workload: str, one: dict) -> tuple[str, ...]:
     measurement, searches = (
         one["measured"],
@@ -188,13 +207,13 @@ def row_of(workload: str, one: dict) -> tuple[str, ...]:
     recipes = one["loadtune"]["recipe"], one["hasten"]["recipe"]
     if measurement is None:
         return (workload, *recipes, "the same recipe", "", "", searches)
-    ratio, seconds, metric = measurement["ratio"], measurement["seconds"], measurement["metric"]
+    ratio, seconds, metric = measurement["ratio"], measurement["seconds"], measurement.get("metric")
     return (
         workload,
         *recipes,
         f"{ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})",
         f"{seconds['loadtune']:.1f} / {seconds['hasten']:.1f}",
-        f"{metric['loadtune']:.4g} / {metric['hasten']:.4g}",
+        f"{metric['loadtune']:.4g} / {metric['hasten']:.4g}" if metric else "",
         searches,
     )
 
@@ -211,6 +230,9 @@ def main() -> int:
     options.add_argument(
         "--proven", action="store_true", help="hasten's recipes are those of the newest records: no search"
     )
+    options.add_argument(
+        "--exact", action="store_true", help="hasten searches exact methods in the wall time of loadtune"
+    )
     options.add_argument("--device", help="as for hasten")
     options.add_argument("--runs", type=Path, default=Path("runs"), help="directory of hasten's searches")
     options = options.parse_args()
@@ -224,8 +246,9 @@ def main() -> int:
             done[workload] = against(workload, options)
         except (RunError, ConfigurationError) as error:
             failed[workload] = str(error)
+    time_of = "1000 samples, s" if options.exact else "to target, s"
     show(
-        ("workload", "loadtune's recipe", "hasten's recipe", "hasten faster by", "to target, s", "metric", "search, s"),
+        ("workload", "loadtune's recipe", "hasten's recipe", "hasten faster by", time_of, "metric", "search, s"),
         [row_of(name, one) for name, one in done.items()]
         + [(name, f"not measured: {why}", *[""] * 5) for name, why in failed.items()],
     )

@@ -128,6 +128,8 @@ def test_peer_failure_of_gloo(is_killed, kind):
 def test_peer_failure_of_other_errors():
     assert compat.peer_failure(dist.DistBackendError("NCCL: remote process exited")) == "gone"
     assert compat.peer_failure(RuntimeError("gloo, connection closed by peer in DataLoader worker 1")) is None
+    closed = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
+    assert compat.peer_failure(dist.DistNetworkError(closed)) == "gone"
     assert compat.peer_failure(RuntimeError("closed by peer")) is compat.peer_failure(None) is None
 
 

@@ -205,7 +205,7 @@ def worker_error_text(error: BaseException) -> str:
 
 # ── errors that have no type of their own ────────────────────────────────────────────────────────
 
-_PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited")
+_PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited", "got 0 bytes")
 _PEER_SILENT = (
     "Timed out waiting",
     "imeout caused pair closure",

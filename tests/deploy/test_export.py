@@ -20,7 +20,7 @@ pytest.importorskip("onnxruntime")
 
 from hasten.deploy import export as export_module
 from hasten.deploy.export import export_model
-from hasten.deploy.onnx_model import OnnxModel
+from hasten.deploy.onnx_model import OnnxModel, publish
 from hasten.deploy.signature import read_signature
 from hasten.deploy.trained_model import load_trained_model, predictor_of
 
@@ -194,3 +194,30 @@ def test_command_names_the_extra_before_it_imports(verb, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydantic", None)
     with pytest.raises(ConfigurationError, match=r"pydantic is not installed; pip install 'hasten\[deploy\]'"):
         importlib.import_module(f"hasten.cli.{verb}").run(Namespace(onnx=True), None)
+
+
+@pytest.mark.parametrize("names", [["environment.json", "signature.json"], []], ids=["a run", "a project"])
+def test_weights_of_others_are_not_replaced(names, digits_run, tmp_path):
+    for name in ("model.safetensors", *names):
+        (tmp_path / name).write_text("theirs")
+    with pytest.raises(ConfigurationError, match="which would be replaced; choose another --out"):
+        export_model(digits_run, onnx=False, out=tmp_path)
+    assert (tmp_path / "model.safetensors").read_text() == "theirs"
+
+
+def test_model_of_an_earlier_export_gets_no_newer_signature(digits_run, tmp_path):
+    export_model(digits_run, out=tmp_path)
+    before = (tmp_path / "signature.json").stat().st_ino
+    with pytest.raises(ConfigurationError, match=r"is of an earlier export .* add --onnx"):
+        export_model(digits_run, onnx=False, out=tmp_path)
+    assert (tmp_path / "signature.json").stat().st_ino == before
+    assert export_model(digits_run, out=tmp_path)["files"], "the same export again"
+
+
+def test_files_that_cannot_all_be_written_replace_none(tmp_path):
+    for name in ("new", "out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "signature.json").write_text(name)
+    with pytest.raises(OSError, match=r"model\.onnx"):
+        publish([tmp_path / "new" / "signature.json", tmp_path / "new" / "model.onnx"], tmp_path / "out")
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {"signature.json": "out"}

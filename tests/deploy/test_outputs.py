@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import hasten
 from hasten import ConfigurationError, RunError, Task
+from helpers import faulty_tasks
 
 pytest.importorskip("onnxruntime")
 
@@ -306,3 +307,38 @@ def test_model_into_which_trained_weights_were_loaded_is_not_trained(tmp_path):
     export_model(run_of(task, tmp_path), lambda: task, onnx=False)
     with pytest.raises(ConfigurationError, match="the same object again"):
         hasten.train(task, device="cpu")
+
+
+def drawn():
+    return TensorDataset(torch.randn(64, 4), torch.arange(64) % 3)
+
+
+def test_validation_data_are_those_that_the_seed_of_the_run_drew(tmp_path):
+    task = task_of(lambda: nn.Linear(4, 3), train_data=drawn, validation_data=drawn, epochs=1)
+    metric = hasten.train(task, out=tmp_path, seed=5, device="cpu")["metric"]
+    trained = load_trained_model(tmp_path, lambda: task)
+    assert trained.evaluate(lambda inputs: trained.model(*inputs)) == pytest.approx(metric)
+
+
+def test_run_that_skipped_bad_rows_is_exported(tmp_path):
+    task = f"{faulty_tasks.__file__}:here"  # one of its validation rows is bad
+    metric = hasten.train(task, out=tmp_path, device="cpu", max_bad_rows=4)["metric"]
+    assert export_model(tmp_path, task, onnx=False)["metric"]["trained"] == pytest.approx(metric)
+
+
+def test_scores_that_are_nan_are_one_line(tmp_path):
+    data = points()
+    data.tensors[0][0] = torch.nan
+    task = task_of(lambda: nn.Linear(4, 3), validation_data=data, metric="accuracy")
+    run = run_of(task, tmp_path)
+    assert export_model(run, lambda: task, onnx=False)["files"]
+    with pytest.raises(RunError, match="not all finite numbers"):
+        export_model(run, lambda: task)
+
+
+@pytest.mark.parametrize("classes", [set(NAMES), {"green": 1, "red": 0, "blue": 2}], ids=["set", "dict"])
+def test_classes_without_an_order_are_no_names(classes, tmp_path):
+    data = points()
+    data.classes = classes
+    task = task_of(lambda: nn.Linear(4, 3), validation_data=data)
+    assert signature_of(load_trained_model(run_of(task, tmp_path), lambda: task), 0.5).classes is None

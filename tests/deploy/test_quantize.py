@@ -191,13 +191,25 @@ def exported_search(digits_run, tmp_path_factory):
     return search
 
 
-@pytest.mark.parametrize(("max_batch", "expected"), [(1, [1] * 64), (64, [64]), (48, [48, 16])])
+@pytest.mark.parametrize(("max_batch", "expected"), [(1, [1] * 64), (None, [64]), (48, [48, 16])])
 def test_batch_is_timed_in_the_parts_that_are_served(max_batch, expected, exported_search, monkeypatch):
     call, sizes = OnnxModel.run, []
     monkeypatch.setattr(OnnxModel, "run", lambda self, arrays: sizes.append(len(arrays[0])) or call(self, arrays))
     arrays = [tensor.numpy() for tensor in exported_search._inputs(64)]
-    quantize_module._run_as_served(exported_search.float_model, arrays, max_batch)
-    assert sizes == expected
+    scores = quantize_module._run_as_served(exported_search.float_model, max_batch, arrays)
+    assert sizes == expected and len(scores) == 64
+
+
+@pytest.mark.parametrize(("kind", "is_single"), [("dynamic", True), ("static", False)])
+def test_candidate_is_judged_in_the_parts_that_are_served(kind, is_single, exported_search, tmp_path, monkeypatch):
+    call, sizes = OnnxModel.run, []
+    monkeypatch.setattr(OnnxModel, "run", lambda self, arrays: sizes.append(len(arrays[0])) or call(self, arrays))
+    monkeypatch.setattr(quantize_module, "quantize_model", lambda model, out, *_: shutil.copyfile(model, out))
+    monkeypatch.setattr(exported_search, "directory", tmp_path, raising=False)
+    monkeypatch.setattr(exported_search, "batches", [], raising=False)
+    monkeypatch.setattr(exported_search, "value", 0.9, raising=False)
+    exported_search._try(next(one for one in candidates.CANDIDATES if one.kind == kind))
+    assert (set(sizes) == {1}) is is_single
 
 
 @pytest.mark.parametrize(("kind", "samples"), [("dynamic", 1), ("static", 64)])

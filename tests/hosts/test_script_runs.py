@@ -490,3 +490,15 @@ def test_gradient_accumulation_is_refused_where_the_script_forms_its_batches(tmp
     argv = [*command, sys.executable, str(SCRIPTS / "tensors.py"), "1"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "the script forms its batches itself" in done.stderr
+
+
+def test_script_whose_metric_is_not_clear_needs_none_for_exact_methods(tmp_path):
+    printing = "print(f'val_accuracy: {epoch / 9}, val_f1: {epoch / 8}')"
+    text = (
+        "import torch\nmodel = torch.nn.Linear(4, 2)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for epoch in range(4):\n    for _ in range(5):\n        optimizer.zero_grad()\n"
+        f"        model(torch.randn(8, 4)).sum().backward()\n        optimizer.step()\n    {printing}\n"
+    )
+    with pytest.raises(ConfigurationError, match="metric"):
+        watch_script(written(tmp_path, text))
+    assert watch_script(written(tmp_path, text), needs_metric=False)["metric"] is None

@@ -32,7 +32,7 @@ def test_service_of_a_script_accepts_the_calls_of_the_engine(original, methods):
 
 def test_stored_trials_of_another_metric_or_other_varied_arguments_are_not_reused(tmp_path, monkeypatch):
     site_map = {"total_steps": 9, "metric": {"name": "loss", "direction": "min"}, "arguments": {"lr": 0.1}}
-    monkeypatch.setattr(services, "watch_script", lambda script, deadline, run_seconds: site_map)
+    monkeypatch.setattr(services, "watch_script", lambda *_: site_map)
     (tmp_path / "train.py").touch()
     keys = set()
     for choice in ({}, {"metric": "loss:min"}, {"vary": ["lr"]}):

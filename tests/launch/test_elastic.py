@@ -152,6 +152,16 @@ def stopped_group(tmp_path, waiting: list[int], endings: dict[int, RankResult]) 
 STOPPED = RankResult(1, "stopped at step 7", is_peer_failure=True, stopped=True)
 
 
+def test_job_that_another_node_ends_is_not_announced_as_restarting(tmp_path, monkeypatch):
+    monkeypatch.setattr(elastic, "JOIN_NOTICE_S", 0.2)
+    agent, group = stopped_group(tmp_path, [0], {0: STOPPED, 1: STOPPED})
+    answers = iter([False, True])
+    group.spec.rdzv_handler.is_closed = lambda: next(answers)
+    with warnings.catch_warnings(), pytest.raises(RendezvousClosedError):
+        warnings.simplefilter("error")
+        agent.monitor_workers(group)
+
+
 @pytest.mark.parametrize(
     ("waiting", "endings", "left"),
     [

@@ -1,6 +1,9 @@
 """Which rank holds which weights of a divided model, and models that cannot be divided."""
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
@@ -141,3 +144,29 @@ def members_of_cut_layers(rank: int, make) -> list[list[str]]:
         program = build(make(), [make_method("tensor_parallel")], ranks=ranks)
         _, members = find_split_points(program.run.unwrapped_model, 3, lambda: next(program.train.epoch(0, 0)))
         return [[node.name for node in member] for member in members]
+
+
+class OverTime(nn.Module):
+    """The mean over the first dimension."""
+
+    def forward(self, inputs):
+        return inputs.mean(0)
+
+
+def with_time_first(samples):
+    inputs, labels = zip(*samples, strict=True)
+    return torch.stack(inputs).t().unsqueeze(-1), torch.stack(labels)
+
+
+def sequences():
+    """A task whose inputs have the shape (time, samples, 1)."""
+    data = DataLoader(rank_tasks.Rows(220), batch_size=10, shuffle=True, collate_fn=with_time_first)
+    layers = lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), OverTime(), nn.Linear(8, 2)).double()  # noqa: E731
+    return rank_tasks.task(
+        data, model=layers, validation_data=DataLoader(rank_tasks.Rows(40), 10, collate_fn=with_time_first)
+    )
+
+
+def test_pipeline_refuses_batches_in_which_time_comes_first():
+    answers = run_ranks(2, training_of, sequences, "pipeline:microbatches=2", None)
+    assert all("as where time comes first" in str(answer) for answer in answers)

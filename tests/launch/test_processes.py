@@ -13,6 +13,7 @@ import pytest
 from hasten.cli.main import main
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
+from hasten.data import arrays
 from hasten.engine.data_adapters import check_process_count
 from hasten.engine.registry import make_methods
 from hasten.engine.tasks import TaskRef
@@ -105,6 +106,7 @@ def test_launch_passes_its_options_before_the_command(directory):
             "launch --nproc-per-node 1 --nnodes 2:3 --rdzv-endpoint a:1 -- train x --with tensor_parallel:degree=2",
             "--nnodes 2:3 can result in 3 processes, which tensor_parallel:degree=2 does not divide",
         ),
+        ("launch --nproc-per-node 2 --nnodes 2 --rdzv-endpoint .a:1 -- train digits", "'.a' is no name of a host"),
         ("launch --nproc-per-node 2 -- train x --with dpd", "no method is called 'dpd' (did you mean ddp, sdpa?)"),
         ("train x --processes 2 --with dpd", "no method is called 'dpd' (did you mean ddp, sdpa?)"),
         ("launch --nproc-per-node 2 -- train x --max-restarts=4", "put --max-restarts before the command"),
@@ -232,3 +234,19 @@ def test_batch_must_suffice_for_all_nodes_that_may_join(monkeypatch, capfd):
     elastic = f"launch --nproc-per-node 1 --nnodes 1:2 --rdzv-endpoint a:1 -- train {task}"
     assert main(elastic.split()) == 2
     assert "2 processes cannot share a batch of 1 samples" in capfd.readouterr().err
+
+
+def test_last_batch_of_a_pipeline_must_suffice_for_all_processes():
+    with pytest.raises(ConfigurationError, match="a batch of 7 rows cannot be divided into 8 shards"):
+        check_process_count(rank_tasks.pipeline(), 8)  # 227 rows, in batches of 10
+    rows = rank_tasks.Rows()
+    without_batches = rank_tasks.task(arrays((rows.inputs, rows.labels)))
+    for processes in (1, 2):
+        check_process_count(without_batches, processes)
+
+
+def test_restart_without_the_run_directory_does_not_start_over(directory, monkeypatch, capfd):
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr("hasten.cli.train.resume_directory", lambda: "lost/run")
+    assert main(["train", "rank_tasks.py:samples", "--device", "cpu"]) == 1
+    assert "lost/run of this job is not on this node" in capfd.readouterr().err and not Path("lost").exists()

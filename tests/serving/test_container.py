@@ -1,6 +1,7 @@
 """Files for a container: they name what exists, and overwrite nothing."""
 
 import re
+import shutil
 
 import pytest
 
@@ -44,6 +45,16 @@ def test_tag_of_the_image_changes_with_the_model_alone(exported, tmp_path):
     images = [image_of(tmp_path / name) for name in ("first", "again", "second")]
     assert images[0] == images[1] != images[2]
     assert all(re.fullmatch("model-digits:[0-9a-f]{12}", image) for image in images)
+
+
+def test_memory_limit_grows_with_the_model(exported, tmp_path):
+    large = shutil.copytree(exported, tmp_path / "large")
+    with (large / "model.onnx").open("ab") as file:
+        file.truncate(200 << 20)
+    write_container(large, tmp_path / "out")
+    deployment = next(yaml.safe_load_all((tmp_path / "out" / "kubernetes.yaml").read_text()))
+    limit = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"]
+    assert limit.endswith("Mi") and int(limit[:-2]) >= 1024 + 200
 
 
 def test_path_of_the_model_file_is_accepted(exported, tmp_path):

@@ -40,6 +40,13 @@ def test_whole_number_that_would_be_rounded_is_refused(number):
     assert refused.value.status == 422
 
 
+@pytest.mark.parametrize("value", [-10000.0, 0.3, 2])
+def test_number_in_the_place_of_true_or_false_is_refused(value):
+    with pytest.raises(RequestError, match="x must be true or false"):
+        parse_json(body_of([[0, value]]), signature_for("bool"))
+    assert parse_json(body_of([[True, 0]]), signature_for("bool"))[0].tolist() == [[True, False]]
+
+
 def test_largest_exact_whole_number_arrives():
     (array,) = parse_json(body_of([[2**53 - 1, 1 - 2**53]]), signature_for("int64"))
     assert array.tolist() == [[2**53 - 1, 1 - 2**53]]

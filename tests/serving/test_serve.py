@@ -257,6 +257,7 @@ def test_second_model_is_compared_on_the_same_requests(exported, tmp_path):
         (["served", "--compare", "nothing"], "has no signature.json"),
         (["served", "--tune-batching", "--max-batch", "4"], "leave out these two or --tune-batching"),
         (["served", "--port", "70000"], "--port"),
+        (["served", "--max-wait", "20"], "--max-wait must be below --deadline"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

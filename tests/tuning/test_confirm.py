@@ -18,7 +18,7 @@ from hasten.tuning.confirm import (
     fresh_seeds,
     further_seeds,
 )
-from hasten.tuning.gate import LOOKS
+from hasten.tuning.gate import LOOKS, not_passed
 from hasten.tuning.time_to_target import Counts, time_to_target
 from hasten.tuning.training import Baseline
 from hasten.tuning.training_stage import _finding_of, _to_prove
@@ -329,6 +329,15 @@ def test_budget_that_would_prove_a_script_pays_for_a_watched_run_of_it():
     of_task, of_script = (_to_prove(state, attempt, False, of_script) for of_script in (False, True))
     seconds = [parse_budget(text.rpartition("+")[2]) for text in (of_task, of_script)]
     assert seconds[1] - seconds[0] >= 60 and seconds[1] >= 150
+
+
+def test_metric_that_never_moves_is_proven_by_no_number_of_seeds():
+    attempt = confirmed(PlantedTrainings({"baseline": 0.9, str(FASTER): 0.9}), (FASTER,))
+    attempt.gate, state = (
+        not_passed("it measures nothing", MARGIN, [1, 2, 3], settled=True),
+        SimpleNamespace(run_seconds=9),
+    )
+    assert _to_prove(state, attempt, True, False) == "no more seeds would prove it: it measures nothing"
 
 
 @pytest.mark.parametrize("is_good", [True, False])

@@ -121,7 +121,7 @@ def is_free(lock) -> None:
 
 
 def test_search_locks_its_directory_before_the_task_runs_and_leaves_nothing_if_it_is_refused(tmp_path, monkeypatch):
-    def refused(*_):
+    def refused(*_, **__):
         process = start_process(is_free, tmp_path / "runs/search" / LOCK)
         process.join()
         assert process.exitcode == 1, "the directory is not locked"

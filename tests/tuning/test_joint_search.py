@@ -11,13 +11,14 @@ import pytest
 from hasten.core.recipe import Recipe
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.tasks import TaskRef
-from hasten.tuning.budget import Budget
+from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.joint_search import POINTS, Space, add_lengthened, search_jointly, shorten, split_joint
 from hasten.tuning.systems import Incumbents, candidate
 from hasten.tuning.training import (
     SOONER,
     Baseline,
     first_outcome,
+    push_if_it_saves_time,
     run_seeds,
     search_training,
     try_training_composition,
@@ -173,6 +174,9 @@ def test_shorten_finds_the_least_length_that_ends_as_well():
 class SlowSteps(Simulated):
     """muon makes steps 1.4 times slower, and reaches the target after half of the training."""
 
+    def compare_speed(self, *_, **__):
+        return {"verdict": "slower", "trial_seconds": 0.0}
+
     def run(self, recipe, seed, **limits):
         run, has_muon = super().run(recipe, seed, **limits), "muon" in recipe.methods
         rows = [
@@ -200,6 +204,27 @@ def test_method_in_slower_steps_saves_time_only_by_a_shorter_training(can_shorte
     else:
         assert incumbents.best == Recipe() and best is whole
         assert SOONER in study.trials[-1]["why"] and study.trials[-1]["verdict"] == "no gain"
+
+
+def test_recipe_is_not_lost_where_the_budget_ends_while_its_training_is_shortened():
+    class Ending(Simulated):
+        def run(self, recipe, seed, **limits):
+            if "budgeted_schedule" in recipe.methods:
+                raise OutOfBudgetError
+            return super().run(recipe, seed, **limits)
+
+    study, seeds, incumbents = Ending(shortest=0.3), [0, 1, 2], Incumbents()
+    baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
+    first, recipe = first_outcome(baseline), Recipe.parse(["ema"])
+    outcome = run_seeds(
+        study, recipe, replace(first, runs=(first.runs[0] | {"seconds_to_target": 99.0},)), baseline, []
+    )
+
+    def shortened(recipe, outcome):
+        return shorten(study, ITEMS, baseline, recipe, outcome)
+
+    found = push_if_it_saves_time(study, incumbents, recipe, outcome, first, "ema", shortened)
+    assert found is outcome and incumbents.best == recipe
 
 
 def test_every_length_of_a_script_is_shortened_together():

@@ -1,6 +1,8 @@
 """The cost of a search: its budget and reserve, the runs it compares with, and trials that are charged once."""
 
+import math
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,7 @@ from hasten.tuning.study import Study
 from hasten.tuning.systems import Incumbents, candidate, confirm_speed, try_compositions
 from hasten.tuning.systems_stage import comparison_seconds, find_strong_baseline
 from hasten.tuning.training import Baseline
-from hasten.tuning.training_stage import _keep_unconfirmed
+from hasten.tuning.training_stage import _save_unconfirmed
 from hasten.tuning.trial_store import TrialStore
 from hasten.tuning.tune import (
     BUDGET_RUNS,
@@ -122,6 +124,8 @@ def test_strong_baseline_keeps_clear_gains_and_drops_methods_without_effect(fast
     state = SearchState()
     find_strong_baseline(Planted(faster=faster, without_effect=no_effect), state, SAMPLES, 5.0)
     assert str(state.strong_baseline) == best
+    gain = math.prod(value for name, value in faster.items() if name in best)
+    assert (state.strong_finding.speedup.median if state.strong_finding else 1.0) == pytest.approx(gain)
 
 
 # ── the measurements: their cost, and what they store ────────────────────────────────────────────
@@ -238,8 +242,9 @@ def test_search_of_trainings_that_is_interrupted_shows_its_best_recipe_as_estima
     recipe, state = Recipe({"ema": {"decay": 0.9}}), SearchState()
     study: Any = SimpleNamespace(horizon=1.0, complete={(str(recipe), 0, 1.0): {"seconds": 5.0}})
     baseline = Baseline([0, 1000], [{"seconds": 10.0}, {"seconds": 10.0}], TARGET, MARGIN, True, [7, 8])
-    with pytest.raises(KeyboardInterrupt), _keep_unconfirmed(study, state, baseline):
+    with suppress(KeyboardInterrupt), state.incumbents.calling(lambda: _save_unconfirmed(study, state, baseline)):
         state.incumbents.push(recipe)
+        assert state.unconfirmed, "it is saved at once, before the search can be killed"
         raise KeyboardInterrupt
     assert state.unconfirmed and state.unconfirmed.recipe == recipe and state.unconfirmed.evidence == ESTIMATED
     assert state.unconfirmed.speedup.median == 2.0 and "on 1 seed in" in state.unconfirmed.why

@@ -56,11 +56,21 @@ def test_trial_with_a_transient_failure_is_repeated_by_the_next_search(tmp_path)
         assert len(calls) == measured
 
 
+@pytest.mark.parametrize("is_check", [False, True], ids=["run", "check of exactness"])
 @pytest.mark.parametrize(
-    "moment", ["OSError: [Errno 5] Input/output error: 'a.npy'", "ConnectionError: reset", "memory ran out in step 3"]
+    "moment",
+    [
+        "OSError: [Errno 5] Input/output error: 'a.npy'",
+        "ConnectionError: reset",
+        "memory ran out in step 3",
+        "cannot write /c: the disk is full; free space",
+        "train: RuntimeError: PytorchStreamWriter failed writing file",
+        "the check does not fit into memory: 3 GB",
+    ],
 )
-def test_trial_without_machine_resources_is_no_verdict_on_the_recipe(tmp_path, moment):
-    assert "failed" in TrialStore(tmp_path, {}).trial("run", {}, lambda: {"failed": moment})[1]
+def test_trial_without_machine_resources_is_no_verdict_on_the_recipe(tmp_path, moment, is_check):
+    lost = {"passed": False, "why": moment} if is_check else {"failed": moment}
+    assert TrialStore(tmp_path, {}).trial("run", {}, lambda: lost)[1] == lost
     assert TrialStore(tmp_path, {}).trial("run", {}, counted([]))[1] == {"seconds": 1.5}
 
 

@@ -216,3 +216,51 @@ def test_second_task_of_a_notebook_has_a_directory_of_its_own(tmp_path, monkeypa
     (first / "result.json").write_text("{}")
     assert tune.search_directory(lambda: None) == first.with_name(f"{first.name}-2")
     assert tune.search_directory(lambda: None, continues=True) == first
+
+
+SETTINGS = {"task": ["a"], "margin": None, "machine": {"cpu": "x", "threads": 2}, "code": "1"}
+
+
+def answered(directory, **changes):
+    """A directory with a search that has found a recipe."""
+    answer = {"recipe": {"malloc_tuning": {}}, "evidence": "exact", "budget_seconds": 60.0, "speedup": {"median": 2.0}}
+    answer |= changes
+    (directory / "result.json").write_text(json.dumps(answer))
+    (directory / "search.json").write_text(json.dumps(SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"machine": {"cpu": "x", "threads": 1}}, r"these changed: threads \(2 before, 1 now\); give"),
+        ({"margin": 0.1}, r"these changed: margin \(None before, 0.1 now\); give"),
+        ({"task": ["b"]}, r"these changed: the task or script, or what it was asked for; give"),
+    ],
+)
+def test_search_of_another_task_or_machine_is_not_continued(tmp_path, changes, message):
+    answered(tmp_path)
+    assert tune._earlier_result(tmp_path, SETTINGS)["recipe"]
+    with pytest.raises(ConfigurationError, match=message):
+        tune._earlier_result(tmp_path, SETTINGS | changes)
+
+
+@pytest.mark.parametrize(("evidence", "level", "counts"), [("exact", "proven", True), ("estimated", "proven", False)])
+def test_answer_of_a_search_that_was_stopped_stays_until_there_is_another(tmp_path, evidence, level, counts):
+    answered(tmp_path, evidence=evidence)
+    assert bool(tune._answer_there(tmp_path, SETTINGS, level)) is counts
+    assert not tune._answer_there(tmp_path, SETTINGS | {"margin": 0.1}, level)
+    answered(tmp_path, recipe={})
+    assert not tune._answer_there(tmp_path, SETTINGS, level)
+
+
+def test_search_that_is_started_again_and_stopped_keeps_the_answer(task, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    answered(tmp_path)
+    monkeypatch.setattr(tune, "_settings", lambda *_: SETTINGS)
+    monkeypatch.setattr(tune, "_diagnose", stop)
+    with pytest.raises(tune.SearchInterrupted) as stopped:
+        hasten.tune(task, out=tmp_path, budget=30, device="cpu")
+    assert stopped.value.result["recipe"] == {"malloc_tuning": {}} and stopped.value.result["is_partial"]
+    assert "malloc_tuning" in (tmp_path / "result.json").read_text()

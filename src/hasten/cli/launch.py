@@ -122,4 +122,8 @@ def _endpoint(text: str) -> str:
     host, colon, port = text.rpartition(":")
     if not (colon and host and re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 65536):
         raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {text!r}")
+    try:
+        host.encode("idna")  # as the socket module does
+    except UnicodeError:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, and {host!r} is no name of a host") from None
     return text

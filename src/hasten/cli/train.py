@@ -119,6 +119,10 @@ def _choose_directory(options: Namespace) -> None:
     """Set ``options.out`` if it is not given; in a rank that was restarted, set ``options.resume``, too."""
     resumed = resume_directory()
     if resumed:
+        # it was begun before the launcher learned of it
+        if is_main_process() and not Path(resumed, "environment.json").exists():
+            where = f"the run directory {resumed} of this job is not on this node"
+            raise RunError(f"{where}; put --out on a disk that all nodes share, and start again with --resume")
         options.out, options.resume = resumed, True
     elif options.resume and not options.out:
         raise ConfigurationError("--resume needs the run directory; add --out DIR")

@@ -3,7 +3,7 @@
 import math
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.deploy.onnx_model import MODEL, OnnxModel, publish, quiet, require, strip
-from hasten.deploy.signature import ImageSpec, MetricSpec, Signature, TensorSpec, write_signature
+from hasten.deploy.signature import SIGNATURE, ImageSpec, MetricSpec, Signature, TensorSpec, write_signature
 from hasten.deploy.trained_model import WEIGHTS, TrainedModel, load_trained_model, predictor_of
 from hasten.engine.error_messages import writable
 from hasten.engine.metrics import name_of
@@ -39,11 +39,15 @@ def export_model(
         trained and the exported model).
 
     Raises:
-        ConfigurationError: There is no trained model, or an operation cannot be exported, which the message names.
+        ConfigurationError: There is no trained model, ``out`` holds another one, or an operation cannot be exported,
+            which the message names.
         RunError: The exported model computes something else, or the files cannot be written.
     """
     trained = load_trained_model(run, task)
     directory = Path(out) if out is not None else trained.directory
+    is_other = directory.resolve() != trained.directory.resolve()
+    if is_other:
+        _check_out(directory, onnx)
     value = trained.evaluate(lambda inputs: trained.model(*inputs))
     metric: dict[str, Any] = {"name": name_of(trained.task), "trained": value, "exported": None}
     difference = None
@@ -56,7 +60,7 @@ def export_model(
             exported = OnnxModel(files[-1])
             difference = largest_difference(trained, exported)
             metric["exported"] = trained.evaluate(predictor_of(exported))
-        if directory.resolve() != trained.directory.resolve():
+        if is_other:
             files.insert(0, trained.directory / WEIGHTS)  # older than the model, as in a run that is exported
         with writable(directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -65,6 +69,17 @@ def export_model(
     sizes = {name: (directory / name).stat().st_size for name in written}
     summary = {"out": str(directory), "tolerance": TOLERANCE, "difference": difference, "metric": metric}
     return summary | {"files": sizes}
+
+
+def _check_out(directory: Path, onnx: bool) -> None:
+    """ConfigurationError if weights that no export wrote would be replaced, or an earlier model stay beside new."""
+    is_run = (directory / "environment.json").exists()
+    if (directory / WEIGHTS).exists() and (is_run or not (directory / SIGNATURE).exists()):
+        what = "the weights of another run" if is_run else f"a {WEIGHTS} that `hasten export` did not write"
+        raise ConfigurationError(f"{directory} holds {what}, which would be replaced; choose another --out")
+    if not onnx and (directory / MODEL).exists():
+        problem = f"{directory / MODEL} is of an earlier export and would not belong to the new {SIGNATURE}"
+        raise ConfigurationError(f"{problem}; add --onnx, remove it, or choose another --out")
 
 
 def export_onnx(trained: TrainedModel, path: Path) -> None:
@@ -126,7 +141,8 @@ def signature_of(
         output = trained.model(*inputs)
         _check_samples_are_separate(trained, inputs, output)
     classes, image = (_attribute_of_dataset(trained.task.validation_data, name) for name in ("classes", "image"))
-    names = tuple(map(str, classes)) if isinstance(classes, Iterable) else ()
+    has_order = isinstance(classes, Iterable) and not isinstance(classes, (Set, Mapping))
+    names = tuple(map(str, classes)) if has_order else ()
     has_names = output.ndim == 2 and len(names) == output.shape[-1]
     varying, varying_outputs = trained.varying_dimensions(), trained.varying_output_dimensions()
     largest = max(trained.sample_shapes, key=lambda shapes: sum(map(math.prod, shapes)))
@@ -170,8 +186,10 @@ def _check_samples_are_separate(trained: TrainedModel, inputs: list[torch.Tensor
         raise ConfigurationError(f"{name} cannot compute one sample: {format_error(error, 160)}; {advice}") from None
     if single.ndim < output.ndim:
         raise ConfigurationError(f"{name} returns scores of shape {tuple(single.shape)} for one sample; {advice}")
+    finite = output[output.isfinite()]
+    tolerance = SEPARATE * float(finite.abs().max()) if finite.numel() else 0.0
     if single.shape != output[:1].shape or not torch.allclose(
-        single, output[:1], rtol=0, atol=SEPARATE * float(output.abs().max()), equal_nan=True
+        single, output[:1], rtol=0, atol=tolerance, equal_nan=True
     ):
         raise ConfigurationError(f"{name} gives a sample other scores if it is alone in the batch: {problem}")
 

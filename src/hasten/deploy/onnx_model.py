@@ -76,11 +76,18 @@ def strip(model: Path) -> None:
 
 
 def publish(files: Sequence[Path], directory: Path) -> None:
-    """Copies finished files into a directory, each at once: a server that watches it never loads a part of one."""
-    for file in files:
-        partial = directory / f".{file.name}.part"
-        partial.write_bytes(file.read_bytes())
-        os.replace(partial, directory / file.name)
+    """Copies finished files into a directory. All are written before the first takes its place: a full disk leaves the
+    earlier ones, and a server that watches the directory loads no part of one, and hardly two that differ in age.
+    """
+    parts = {file: directory / f".{file.name}.part" for file in files}
+    try:
+        for file, part in parts.items():
+            part.write_bytes(file.read_bytes())
+        for file, part in parts.items():
+            os.replace(part, directory / file.name)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

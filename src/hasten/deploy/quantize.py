@@ -150,10 +150,9 @@ def quantize(
         text = json.dumps(result, indent=1, allow_nan=False)
         Path(temporary, RESULT).write_text(text + "\n", encoding="utf-8")
         with writable(directory):
-            publish([Path(temporary, RESULT)], directory)  # first: it shows that the other files are of `quantize`
-            for name in OUTPUTS:  # of an earlier call
+            publish([Path(temporary, RESULT), *files], directory)  # it shows that the other files are of `quantize`
+            for name in set(OUTPUTS) - {file.name for file in files}:  # of an earlier call
                 (directory / name).unlink(missing_ok=True)
-            publish(files, directory)
     return result
 
 
@@ -260,8 +259,9 @@ class _Search:
             path = self.directory / f"{len(list(self.directory.iterdir()))}.onnx"
             quantize_model(self.prepared, path, candidate, self.batches)
             model = OnnxModel(path, THREADS)
-        predict = predictor_of(model) if isinstance(model, OnnxModel) else partial(_integer_scores, model)
-        value = self.trained.evaluate(predict, batches)
+        is_onnx = isinstance(model, OnnxModel)  # whose dynamic ranges depend on what else is in the batch
+        scores = partial(_onnx_scores, model, candidate.max_batch) if is_onnx else partial(_integer_scores, model)
+        value = self.trained.evaluate(scores, batches)
         return QuantizationTrial(candidate, model, value, self._loss(value), model.bytes)
 
     def _loss(self, value: float, reference: float | None = None) -> float:
@@ -334,7 +334,7 @@ class _Search:
                 arrays = [tensor.numpy() for tensor in inputs]
                 self.on_progress(f"latency at batch {size}", index / len(LATENCY_BATCHES), self._left())
                 calls: dict[str, Callable[[], object]] = {
-                    str(number): partial(_run_as_served, model, arrays, trial.candidate.max_batch or size)
+                    str(number): partial(_run_as_served, model, trial.candidate.max_batch, arrays)
                     for number, trial in enumerate(passed)
                     if isinstance(model := trial.model, OnnxModel)
                 }
@@ -433,10 +433,16 @@ def _integer_scores(model: IntegerModel, inputs: list[torch.Tensor]) -> torch.Te
     return torch.from_numpy(reference.dequantize(model.output, scores))
 
 
-def _run_as_served(model: OnnxModel, arrays: Sequence[numpy.ndarray], max_batch: int) -> None:
-    """Computes a batch in parts of at most ``max_batch`` samples, as the server does; the scores are dropped."""
-    for start in range(0, len(arrays[0]), max_batch):
-        model.run([array[start : start + max_batch] for array in arrays])
+def _onnx_scores(model: OnnxModel, max_batch: int | None, inputs: list[torch.Tensor]) -> torch.Tensor:
+    return torch.from_numpy(_run_as_served(model, max_batch, [tensor.numpy() for tensor in inputs]))
+
+
+def _run_as_served(model: OnnxModel, max_batch: int | None, arrays: Sequence[numpy.ndarray]) -> numpy.ndarray:
+    """The scores of a batch, computed in parts of at most ``max_batch`` samples, as the server does."""
+    step = max_batch or len(arrays[0])
+    parts = [[array[start : start + step] for array in arrays] for start in range(0, len(arrays[0]), step)]
+    scores = [model.run(part) for part in parts]
+    return scores[0] if len(scores) == 1 else numpy.concatenate(scores)
 
 
 def _mean_speed(trial: QuantizationTrial) -> float:

@@ -21,6 +21,7 @@ from hasten.core.errors import ConfigurationError, RunError, format_error
 from hasten.core.task import Task
 from hasten.core.types import Batch
 from hasten.deploy.onnx_model import OnnxModel
+from hasten.engine.bad_rows import with_bad_row_limit
 from hasten.engine.error_messages import explain_error
 from hasten.engine.metrics import MetricAccumulator, higher_is_better, logits_of, name_of
 from hasten.engine.plan import Program, build
@@ -238,7 +239,10 @@ def load_trained_model(run: str | Path, task: Any = None) -> TrainedModel:
         what = f"{directory} has no {WEIGHTS}" if directory.is_dir() else f"there is no run directory {directory}"
         raise ConfigurationError(f"{what}; train one with: hasten train TASK --out {directory}")
     loaded = TaskRef.of(task if task is not None else _workload_of(directory)).load()
-    program = build(loaded, trains=False)
+    facts = _environment_of(directory)  # the data may be drawn with the seed of the run
+    seed, limit = (facts.get(name) for name in ("seed", "max_bad_rows"))
+    loaded = with_bad_row_limit(loaded, limit) if type(limit) is int else loaded
+    program = build(loaded, trains=False, seed=seed if type(seed) is int else 0)
     module = program.export().eval()
     _load_weights(module, weights, loaded.name)
     trained = TrainedModel(directory, program.task, InferenceModel(module, (), False), program)
@@ -249,14 +253,20 @@ def load_trained_model(run: str | Path, task: Any = None) -> TrainedModel:
 
 def _workload_of(directory: Path) -> str:
     """The workload that a run trained, by its ``environment.json``; ConfigurationError if that names none."""
-    try:
-        name = json.loads((directory / "environment.json").read_text(encoding="utf-8"))["task"]
-    except (OSError, ValueError, KeyError, TypeError):
-        name = None
+    name = _environment_of(directory).get("task")
     if name not in workload_names():
         hint = f", such as {name} if you trust that code" if isinstance(name, str) and ":" in name else ""
         raise ConfigurationError(f"the run in {directory} does not name an installed workload; add --task TASK{hint}")
     return str(name)
+
+
+def _environment_of(directory: Path) -> dict[str, Any]:
+    """What ``environment.json`` of a run states; empty if it cannot be read."""
+    try:
+        facts = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _first_output(trained: TrainedModel) -> Any:

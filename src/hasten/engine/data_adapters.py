@@ -181,6 +181,9 @@ def check_process_count(task: Task, processes: int, methods: Iterable[Method] = 
     batch_size = _batch_size_of(task)
     if batch_size and not any({"plan", "setup"}.intersection(hooks_of(method)) for method in methods):
         check_batch_divisible(processes, batch_size)
+        if processes > 1 and _shards_itself(task.train_data):
+            part: Any = task.train_data.shard(processes, 0)
+            len(part if part.batch_size else part.batch(batch_size))  # ConfigurationError for a short last batch
 
 
 def check_last_batch(task: Task, plan: TrainPlan, length: int | None, ranks: ProcessGroupInfo, smallest: int) -> None:

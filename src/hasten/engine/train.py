@@ -134,7 +134,7 @@ def train(
             facts = environment(device) | {"code": code, "processes": ranks.world_size}
             on_main_process(ranks, lambda: directory and directory.begin(facts))
             if begun:
-                begun(None if out is None else str(out))
+                begun(None if out is None else str(Path(out).absolute()))  # nodes may have other working directories
             arguments = (program, chosen, directory, observers, on_progress, checkpoint_seconds, signals, began)
             try:
                 with program.process_context(), closing(Trainer(*arguments)) as trainer:

@@ -73,6 +73,7 @@ class ScriptWorker:
         self.script, self.methods, self.device, self.seed = script, methods or {}, device, seed
         self.timeout, self.deadline = timeout or (None if deadline else HANGING_S), deadline
         self.process: ScriptProcess | None = None
+        self.on_progress: ProgressCallback = no_progress
 
     def call(
         self,
@@ -84,9 +85,9 @@ class ScriptWorker:
     ) -> Any:
         """Calls the method of this object that is named ``method``; ``timeout`` holds for this call.
 
-        Any error but OwnLoopError kills the script. ``on_progress`` is not used.
+        Any error but OwnLoopError kills the script. ``on_progress`` is called by methods that take long.
         """
-        before = self.timeout
+        before, self.on_progress = self.timeout, on_progress
         self.timeout = self.timeout if timeout is None else timeout
         try:
             seconds_to_wait(self.timeout, self.deadline)

@@ -28,6 +28,7 @@ from hasten.core.errors import ConfigurationError, HastenWarning, MemoryExhauste
 from hasten.hosts.inside_files import CLAIM, FAILURE, OUTPUT, RESUMED, RIVAL, SESSION, SOCKET, SPEC, STARTED
 from hasten.hosts.sandbox import Sandbox, writable_places
 from hasten.hosts.site_map import device_of, hidden_checkpoints, hide_checkpoints, known_sites
+from hasten.utils.durations import duration_option
 from hasten.utils.typed_arguments import typed_numbers
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ TRACEBACK = "Traceback (most recent call last)"
 ERROR_TYPE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b")  # at the begin of a message
 ADDRESS_IN_USE = re.compile(os.strerror(errno.EADDRINUSE), re.IGNORECASE)
 MAX_TRACEBACK = 40  # lines that are repeated
+MORE_BUDGET = 4  # times the present one, that is advised where a script did not train
+FREE_SPACE = "free space there, and start again; what was measured is kept"
 
 
 class ScriptProcess:
@@ -83,6 +86,8 @@ class ScriptProcess:
 
     def _open(self, deadline: float | None) -> None:
         """Starts the script, in a sandbox of its own."""
+        from hasten.engine.error_messages import translate_disk_errors  # needs torch, unlike a training for real
+
         left = seconds_to_wait(None, deadline)
         self.script.check_unchanged()
         script, self.began = self.script, time.monotonic()
@@ -91,13 +96,15 @@ class ScriptProcess:
         self.groups = set[int]()  # process groups of the command, and of its process that trains
         with ExitStack() as stack:
             box = stack.enter_context(Sandbox.for_directory(script.directory, places=writable_places()))
-            self.directory = Path(tempfile.mkdtemp(prefix="session-", dir=box.directory))
+            with translate_disk_errors(box.directory, FREE_SPACE):
+                self.directory = Path(tempfile.mkdtemp(prefix="session-", dir=box.directory))
             self.listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self.listener.bind(str(self.directory / SOCKET))
             self.listener.listen(1)
             self.server = clean_server()
             how = (self.methods, self.device, self.seed, self.sites)
-            write_spec(self.directory, script, *how, mode="trial", steps=self.steps)
+            with translate_disk_errors(box.directory, FREE_SPACE):
+                write_spec(self.directory, script, *how, mode="trial", steps=self.steps)
             argv, environment = script.argv_under(self.methods), injected(script.environment, self.directory)
             environment.setdefault("PYTHONHASHSEED", "0")
             environment.setdefault("PYTHONUNBUFFERED", "1")
@@ -164,9 +171,10 @@ class ScriptProcess:
                 raise timeout_error(timeout)
             if not (self.directory / STARTED).exists():
                 raise ConfigurationError(f"{self.script.command} {NOT_LOADED}, or has not started it yet")
+            waited = time.monotonic() - self.began
             raise ConfigurationError(
-                f"{self.script.name} did not train within {time.monotonic() - self.began:.0f} s, its part of the "
-                "budget: no backward pass; give a larger --budget, or a command that trains"
+                f"{self.script.name} did not train within {waited:.0f} s, its part of the budget: no backward pass; "
+                f"give at least --budget {duration_option(MORE_BUDGET * waited)}, or a command that trains"
             )
         if not wait([self.listener], 0):
             self._explain_end()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hasten.core.errors import ConfigurationError, HastenWarning, RunError, suggest
+from hasten.core.progress import ProgressCallback, no_progress
 from hasten.hosts.arm import HANGING_S, ScriptArm, ScriptProbe, ScriptWorker, WatchedArm, start_seconds
 from hasten.hosts.exactness import check_exactness
 from hasten.hosts.process import ScriptProcess
@@ -34,15 +35,16 @@ DEFAULT_BUDGET_S = 240.0  # that a watched run without a deadline is a part of
 class ScriptDescription(ScriptWorker):
     """The ``Description`` of a script: runs it without any method for a part of the budget, and returns what it saw."""
 
-    def facts(self, processes: int, run_seconds: float | None = None) -> dict[str, Any]:
+    def facts(self, processes: int, run_seconds: float | None = None, needs_metric: bool = True) -> dict[str, Any]:
         """The keys of ``tuning.trial.Description.facts``, from a watched run of the script, and: ``no_whole_run``, why
         it did not end ("" if it did); ``default_budget``, seconds or None; ``varied``, argument -> value;
         ``length_arguments``, names of those that set the length of the training or of a part of its schedule.
 
-        ``run_seconds``: of a whole run, which an earlier search has seen and this one waits for.
+        ``run_seconds``: of a whole run, which an earlier search has seen and this one waits for. Without
+        ``needs_metric`` nothing is judged by one, and no question is asked about it.
         """
         self.script.begin("search")
-        site_map = watch_script(self.script, self.deadline, run_seconds)
+        site_map = watch_script(self.script, self.deadline, run_seconds, needs_metric, self.on_progress)
         varied = _varied(self.script, site_map)
         why = "" if site_map["total_steps"] else _reason_run_is_too_long(site_map)
         if why and self.script.metric:
@@ -75,7 +77,13 @@ class ScriptTrial(ScriptWorker):
         return check_exactness(self, base, exactness)
 
 
-def watch_script(script: ScriptRef, deadline: float | None = None, run_seconds: float | None = None) -> dict[str, Any]:
+def watch_script(
+    script: ScriptRef,
+    deadline: float | None = None,
+    run_seconds: float | None = None,
+    needs_metric: bool = True,
+    on_progress: ProgressCallback = no_progress,
+) -> dict[str, Any]:
     """Runs a script unchanged for a while, or to its end if that comes sooner. Returns and remembers its site map.
 
     With ``run_seconds``, those of a whole run, it is watched for as long where that is below half of the time.
@@ -85,6 +93,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None, run_seconds: 
     """
     started, blocks = time.monotonic(), list[dict[str, Any]]()
     left = DEFAULT_BUDGET_S if deadline is None else deadline - started
+    on_progress(f"starting {script.name}", 0.0, left)
     with ScriptProcess(script, {}, deadline=deadline) as process:
         answer = process.wait_until_trained(HANGING_S if deadline is None else None, deadline)
         elapsed = time.monotonic() - started
@@ -104,6 +113,8 @@ def watch_script(script: ScriptRef, deadline: float | None = None, run_seconds: 
             may_end = needs_whole_run or _may_end_within(limit, watched, answer["steps"], early["expected_steps"])
             if watched >= limit or not may_end:
                 break
+            spent = time.monotonic() - started
+            on_progress(f"watching {script.name} train", spent / left, left - spent)
             answer = next(chunks)
             blocks.append(answer)
             if not has_come and time.monotonic() > look:
@@ -112,7 +123,7 @@ def watch_script(script: ScriptRef, deadline: float | None = None, run_seconds: 
         process.check_one_process()
         if process.found_checkpoints():  # it has saved to a file that it had loaded
             process.close()
-            return watch_script(script, deadline, run_seconds)
+            return watch_script(script, deadline, run_seconds, needs_metric, on_progress)
         described = process.ask("describe", None, deadline)
         if not (has_come or answer.get("ended")):
             has_come = has_named_metric(script, process, described, enough=1)
@@ -123,7 +134,11 @@ def watch_script(script: ScriptRef, deadline: float | None = None, run_seconds: 
         described["facts"] = sorted({*described["facts"], *earlier})
         described["samples_per_step"] = described["samples_per_step"] or early["samples_per_step"]
         described["total_steps"] = answer["steps"] if answer.get("ended") else None
-        metric = metric_at_end(script, process, described) if answer.get("ended") else None
+        metric = None
+        if answer.get("ended") and needs_metric:
+            metric = metric_at_end(script, process, described)
+        elif answer.get("ended"):
+            process.check_end()
         described["metric"] = metric and {"name": metric.name, "direction": metric.direction}
         return remember(script, described)
 

@@ -90,11 +90,15 @@ def hide_checkpoints(script: ScriptRef, paths: Sequence[str]) -> list[str]:
 
 def write(directory: Path, script: ScriptRef, recipe: Recipe) -> None:
     """Writes the site map of a script to FILE in the directory of a recipe; nothing if the script has not run."""
+    from hasten.engine.run_dir import atomic_write  # needs torch, unlike a training for real
+
     site_map = known_sites(script)
     if site_map is not None:  # without the parsed arguments, which may hold a password
         sites = {name: site_map[name] for name in ("main", "device", *KINDS)}
         own = {"fingerprint": script.fingerprint(), "checked": _checked(recipe)}
-        (directory / FILE).write_text(json.dumps(own | sites, indent=1), encoding="utf-8")
+        text = json.dumps(own | sites, indent=1)
+        advice = "what was measured is kept; free the disk, and the same command continues the search"
+        atomic_write(directory / FILE, lambda file: file.write(text.encode()), advice)
 
 
 def is_checked(recipe: Recipe, sites: Mapping[str, Any] | None, script: ScriptRef) -> bool:

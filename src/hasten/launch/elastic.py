@@ -108,6 +108,8 @@ class ElasticAgent(_torch_compat_elastic.ExtensibleElasticAgent):
         elif not is_single_node and self._admits_node(worker_group, results):
             self.remaining_restarts += 1  # torch is about to subtract one
             warnings.warn(NODE_JOINED, HastenWarning, stacklevel=2)
+        elif worker_group.spec.rdzv_handler.is_closed():  # by a node that was interrupted, once its ranks had ended
+            raise RendezvousClosedError
         elif self.remaining_restarts:
             default = "a rank was asked to end" if is_single_node else "ranks of another node were lost"
             lost, most = describe_lost_rank(results, codes) or default, worker_group.spec.max_restarts

@@ -196,6 +196,8 @@ def _facts(result: Json) -> list[tuple[str, str]]:
         before, tuned, hour = prices
         amount = before if tuned == formatting.UNKNOWN else f"{tuned} instead of {before}"
         price = f"{amount} for a training, at {hour} an hour"
+    elif result["price_per_hour"] is not None:
+        price = "unknown, as is the length of the training"
     return [
         ("margin", "" if quality["margin"] is None else ", ".join(filter(None, (margin, result["margin_why"])))),
         ("a training", takes),

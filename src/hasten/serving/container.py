@@ -1,12 +1,12 @@
 """``hasten serve --write DIR``: a Dockerfile and a Kubernetes manifest for a model."""
 
 import hashlib
-import importlib
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hasten import __version__
 from hasten.core.errors import ConfigurationError
@@ -17,6 +17,7 @@ from hasten.serving.server import model_directory
 
 FILES = ("Dockerfile", "kubernetes.yaml")
 TAG_DIGITS = 12
+BASE_MEMORY_MB = 1024  # of a server with its batches, besides the weights
 
 
 def write_container(model: str | Path, out: str | Path, report: Callable[[str], None] = print) -> list[str]:
@@ -41,19 +42,21 @@ def write_container(model: str | Path, out: str | Path, report: Callable[[str], 
     signature = read_signature(source)
     if not (source / MODEL).is_file():
         raise ConfigurationError(f"{source} has no {MODEL}; make it with: hasten export RUN --onnx")
-    jinja: Any = importlib.import_module("jinja2")
-    loader = jinja.PackageLoader("hasten.serving", ".")
-    templates = jinja.Environment(loader=loader, undefined=jinja.StrictUndefined, keep_trailing_newline=True)
+    loader = PackageLoader("hasten.serving", ".")
+    templates = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
     name = "model-" + (re.sub(r"[^a-z0-9]+", "-", signature.task.lower())[:40].strip("-") or "0")
     content = hashlib.sha256(__version__.encode())
     for part in (MODEL, SIGNATURE):
         content.update((source / part).read_bytes())
+    memory = BASE_MEMORY_MB + 3 * (source / MODEL).stat().st_size // 2**20  # the weights while they are read, too
     image = f"{name}:{content.hexdigest()[:TAG_DIGITS]}"
     with writable(directory, "--write"):
         (directory / "model").mkdir(parents=True, exist_ok=True)
         for part in (MODEL, SIGNATURE):
             shutil.copyfile(source / part, directory / "model" / part)
         for part in FILES:
-            text = templates.get_template(f"{part}.j2").render(name=name, image=image, version=__version__)
+            text = templates.get_template(f"{part}.j2").render(
+                name=name, image=image, version=__version__, memory=f"{memory}Mi"
+            )
             (directory / part).write_text(text, encoding="utf-8")
     return [str(directory / name) for name in (*FILES, f"model/{MODEL}", f"model/{SIGNATURE}")]

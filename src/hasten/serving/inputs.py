@@ -127,6 +127,8 @@ def _array(value: Any, spec: TensorSpec) -> numpy.ndarray:
     dtype = numpy.dtype(spec.dtype)
     if dtype.kind in "iu" and (array != numpy.rint(array)).any():
         raise RequestError(422, f"{spec.name} must be whole numbers")
+    if dtype.kind == "b" and not ((array == 0) | (array == 1)).all():
+        raise RequestError(422, f"{spec.name} must be true or false")
     limits: Any = numpy.iinfo(dtype) if dtype.kind in "iu" else numpy.finfo(dtype) if dtype.kind == "f" else None
     if limits is not None and (low < limits.min or high > limits.max):
         raise RequestError(422, f"{spec.name} has numbers outside of {spec.dtype}")

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from hasten.core.errors import ConfigurationError
 from hasten.deploy.onnx_model import MODEL, require
 from hasten.serving.app import body_limit, example_inputs, make_app
@@ -38,7 +40,6 @@ def serve(
     compare: str | Path | None = None,
     tune_batching: bool = False,
     settings: BatcherSettings | None = None,
-    max_body: int | None = None,
     threads: int = 0,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -54,7 +55,6 @@ def serve(
         compare: A second model, as ``model``, that gets the same requests and answers none.
         tune_batching: Whether to measure the batch size and the wait at the start, in place of those of ``settings``.
         settings: Limits of batches, queue and deadline.
-        max_body: Largest body of a request, in bytes; None: that of one sample as JSON, at least 4 MB.
         threads: Threads of one operation of the model; 0: all cores.
         report: Called with lines for people.
 
@@ -64,7 +64,8 @@ def serve(
 
     Raises:
         ConfigurationError: No such model, one to compare that has other inputs, an open address without a token, a
-            token that is too short or whose file others can read, or an address or port that cannot be used.
+            token that is too short or whose file others can read, a wait that is not below the deadline, or an address
+            or port that cannot be used.
     """
     uvicorn = require("uvicorn")
     token = _read_token(Path(token_file)) if token_file is not None else _check_token(os.environ.get(TOKEN_VARIABLE))
@@ -83,12 +84,14 @@ def serve(
         size, wait = best_batching(measure_batches(first.run, first.signature))
         settings = replace(settings, max_batch=size, max_wait=wait)
         report(f"batches of at most {size} samples, which wait at most {1000 * wait:.1f} ms")
+    if settings.max_wait >= settings.deadline:
+        problem = f"requests that wait {settings.max_wait:g} s for others are refused after {settings.deadline:g} s"
+        raise ConfigurationError(f"{problem}; --max-wait must be below --deadline, and 20 ms are --max-wait 0.02s")
     sockets = [_listen(host, port)]
     url_host = f"[{host}]" if ":" in host else host
     address = f"http://{url_host}:{sockets[0].getsockname()[1]}"
     compared = (ServedModel(first.directory, 1), second) if second is not None else ()
-    max_body = body_limit(first.signature) if max_body is None else max_body
-    app = make_app(holder, settings, max_body, token, make_page(holder, token is not None), compared)
+    app = make_app(holder, settings, body_limit(first.signature), token, make_page(holder, token is not None), compared)
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -121,9 +124,8 @@ def serve(
 
 def make_page(holder: ModelHolder, needs_token: bool) -> str:
     """The HTML page on which a person tries the model."""
-    jinja: Any = importlib.import_module("jinja2")
-    loader = jinja.PackageLoader("hasten.serving", ".")
-    environment = jinja.Environment(loader=loader, autoescape=True, undefined=jinja.StrictUndefined)
+    loader = PackageLoader("hasten.serving", ".")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     signature = holder.signature
     inputs = example_inputs(signature)
     return environment.get_template("page.html.j2").render(

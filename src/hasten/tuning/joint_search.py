@@ -193,16 +193,17 @@ def shorten(
     if step is None or step > LONGEST:
         return []
     won, tried, is_last = list[tuple[Recipe, Outcome]](), list[Recipe](), False
-    while (shorter := space.with_length(recipe, step * space.length_in(recipe))) not in (recipe, *tried):
-        tried.append(shorter)
-        found = run_seeds(study, shorter, outcome, baseline, [], same_steps=True)
-        note_outcome(study, str(shorter), found, outcome)
-        if kept := found.verdict == "kept":
-            recipe, outcome = shorter, found
-            won.append((recipe, outcome))
-        if is_last:
-            break
-        step, is_last = (SHORTER, False) if kept else (math.sqrt(step), True)
+    with suppress(OutOfBudgetError):  # what was found before is not lost
+        while (shorter := space.with_length(recipe, step * space.length_in(recipe))) not in (recipe, *tried):
+            tried.append(shorter)
+            found = run_seeds(study, shorter, outcome, baseline, [], same_steps=True)
+            note_outcome(study, str(shorter), found, outcome)
+            if is_good := found.verdict == "kept":
+                recipe, outcome = shorter, found
+                won.append((recipe, outcome))
+            if is_last:
+                break
+            step, is_last = (SHORTER, False) if is_good else (math.sqrt(step), True)
     return won
 
 

@@ -9,8 +9,8 @@ processes, because nothing that the search itself measures is reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
@@ -73,6 +73,7 @@ class Incumbents:
 
     recipes: list[Recipe] = field(default_factory=lambda: [Recipe()])
     speedup: Ratio = AS_FAST  # of the best over the task as it is, as the search saw it
+    on_push: Callable[[], object] = lambda: None
 
     @property
     def best(self) -> Recipe:
@@ -82,8 +83,23 @@ class Incumbents:
         """Adds a recipe; ``gain`` is its speed-up over the one before it."""
         self.recipes.append(recipe)
         if gain:
-            before = self.speedup
-            self.speedup = Ratio(before.median * gain.median, before.low * gain.low, before.high * gain.high)
+            self.speedup = product(self.speedup, gain)
+        self.on_push()
+
+    @contextmanager
+    def calling(self, call: Callable[[], object]) -> Iterator[None]:
+        """Context manager: ``call`` is called after each ``push``, and at the end."""
+        self.on_push = call
+        try:
+            yield
+        finally:
+            self.on_push = lambda: None
+            call()
+
+
+def product(a: Ratio, b: Ratio) -> Ratio:
+    """The speed-up of two steps one after the other; its interval holds where both do."""
+    return Ratio(a.median * b.median, a.low * b.low, a.high * b.high)
 
 
 def try_compositions(

@@ -5,8 +5,8 @@ budget allows a few comparisons only, there is no search: the best guesses are m
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from hasten.benchmarking.arm import warm_up_steps
@@ -22,7 +22,7 @@ from hasten.tuning.ablation import leave_one_out
 from hasten.tuning.budget import OutOfBudgetError
 from hasten.tuning.candidates import Candidates, strong_baselines
 from hasten.tuning.experience import compositions, distinct, exact_part, gpu_compositions
-from hasten.tuning.finding import ESTIMATED, EXACT, SURELY_FASTER, Finding
+from hasten.tuning.finding import CONTINUED_SHARE, ESTIMATED, EXACT, SURELY_FASTER, Finding
 from hasten.tuning.result import SearchState
 from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
 from hasten.tuning.systems import (
@@ -34,6 +34,7 @@ from hasten.tuning.systems import (
     confirm_speed,
     conflict_reason,
     failure_verdict,
+    product,
     search_systems,
     try_compositions,
     whole_run_ratio,
@@ -77,10 +78,10 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
     if study.processes > 1:
         with budget.part(ONE_PROCESS_SHARE):
             state.one_process = compare_with_one_process(study, state, Recipe(), samples)
-    withheld = (1 - share) * budget.left()
+    withheld, save = (1 - share) * budget.left(), partial(_save_unconfirmed, state)
     with budget.part(share):
         exact_share = budget.part(EXACT_SHARE if lower else 1.0)
-        with budget.reserve(seconds + _confirmation_overhead(plan)), exact_share, _keep_unconfirmed(state):
+        with budget.reserve(seconds + _confirmation_overhead(plan)), exact_share, state.incumbents.calling(save):
             # together their gain is seen, where that of each is lost in the noise of its comparison
             is_long = budget.left() > MANY_COMPARISONS * comparison_seconds(plan)
             together = LONGER * screening if is_long else screening
@@ -97,7 +98,7 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
     if lower:
         before = len(state.incumbents.recipes)
         rest = budget.part(max(0.0, 1 - withheld / max(budget.left(), 1e-9)))
-        with rest, budget.reserve(seconds + _confirmation_overhead(plan)), _keep_unconfirmed(state):
+        with rest, budget.reserve(seconds + _confirmation_overhead(plan)), state.incumbents.calling(save):
             if not state.candidates.is_restricted:
                 together = [_able(study, one) for one in gpu_compositions(state.diagnosis.get("facts") or ())]
                 try_compositions(study, state.incumbents, together, samples, screening)
@@ -134,16 +135,14 @@ def _confirm(study: Study, state: SearchState, recipes: list[Recipe], is_last: b
         state.save()
 
 
-@contextmanager
-def _keep_unconfirmed(state: SearchState) -> Iterator[None]:
-    """Context manager around a search: sets ``state.unconfirmed`` to its best recipe, as estimated, at the end."""
-    try:
-        yield
-    finally:
-        best = state.incumbents.best
-        if best and best not in [found.recipe for found in state.findings]:
-            why, to_prove = "as fast as that in the search; not measured again yet", "let the search continue"
-            state.unconfirmed = Finding(best, ESTIMATED, state.incumbents.speedup, why, to_prove=to_prove)
+def _save_unconfirmed(state: SearchState) -> None:
+    """Saves the best recipe of a search as ``state.unconfirmed``, an estimate."""
+    best = state.incumbents.best
+    if best and best not in [found.recipe for found in state.findings]:
+        needed = (state.comparison_seconds + _confirmation_overhead(state.plan)) / CONTINUED_SHARE
+        why, to_prove = "as fast as that in the search", f"measure it again: --budget +{duration_option(needed)}"
+        state.unconfirmed = Finding(best, ESTIMATED, state.incumbents.speedup, why, to_prove=to_prove)
+        state.save()
 
 
 def _add(state: SearchState, found: Finding | None) -> None:
@@ -311,8 +310,9 @@ def find_strong_baseline(study: Study, state: SearchState, samples: float, secon
             why, spent = f"{why}: {failed}" if failed else why, outcome["trial_seconds"]
             study.note(str(recipe), "baseline", verdict, why, ratio=ratio, seconds=spent)
             if ratio and verdict != SLOWER and ratio["median"] > 1:
-                speedup = whole_run_ratio(outcome, samples)
-                state.strong_finding = None if best else Finding(recipe, "", speedup, "set by hand")
+                before, step = state.strong_finding, whole_run_ratio(outcome, samples)
+                speedup = product(before.speedup, step) if before else step
+                state.strong_finding = Finding(recipe, "", speedup, "set by hand")
                 best = state.strong_baseline = recipe
 
 

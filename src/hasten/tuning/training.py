@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, median_high, stdev
 from typing import Any
 
-from hasten.benchmarking.ratio import FASTER
+from hasten.benchmarking.ratio import FASTER, SLOWER
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import method_class, options_of
 from hasten.tuning.study import Study
@@ -158,11 +158,6 @@ class Outcome:
         seconds, best_seconds, _ = self.times(best)
         return best_seconds / seconds
 
-    def takes_longer(self, best: Outcome) -> bool:
-        """Whether the whole training clearly takes longer than that of ``best``, wherever it reaches the target."""
-        both = min(len(self.runs), len(best.runs))
-        return best.whole_seconds(both) < NEARLY_AS_FAST * self.whole_seconds(both)
-
     def needs_fewer(self, best: Outcome) -> bool:
         """Whether this recipe needed clearly fewer samples than ``best``, in all or to the target."""
         most, samples = best.to_target("samples", len(self.runs)), self.to_target("samples", len(best.runs))
@@ -262,20 +257,38 @@ def push_if_it_saves_time(
     A recipe in slower steps may reach the target sooner than ``best`` and yet train for longer: then only those of its
     shorter trainings count that save time. Notes the trial, called ``text``.
     """
-    won: list[tuple[Recipe, Outcome]] = []
-    if outcome.verdict == "kept":
-        won = [(recipe, outcome), *shorten(recipe, outcome)]
-        won = [(each, its) for each, its in won if not its.takes_longer(best)]
-        if not won:
-            seconds, best_seconds, _ = outcome.times(best)
-            whole = f"{outcome.whole_seconds():.2f} s, the best so far {best.whole_seconds():.2f} s"
+    before, is_longer = best, outcome.verdict == "kept" and _takes_longer(study, incumbents.best, recipe, outcome, best)
+    if not is_longer:
+        note_outcome(study, text, outcome, best)
+    if outcome.verdict != "kept":
+        return best
+    if not is_longer:
+        incumbents.push(recipe)
+        best = outcome
+    for each, shorter in shorten(recipe, outcome):
+        if best is not before or (shorter.gain_over(before) or 0.0) >= MIN_GAIN:
+            incumbents.push(each)
+            best = shorter
+    if is_longer:
+        if best is before:
+            seconds, best_seconds, _ = outcome.times(before)
+            whole = f"{outcome.whole_seconds():.2f} s, the best so far {before.whole_seconds():.2f} s"
             why = f"{SOONER}: it takes {whole}; to the target {seconds:.2f} s and {best_seconds:.2f} s"
             outcome = replace(outcome, verdict="no gain", why=why)
-    note_outcome(study, text, outcome, best)
-    for each, its in won:
-        incumbents.push(each)
-        best = its
+        note_outcome(study, text, outcome, before)
     return best
+
+
+def _takes_longer(study: Study, base: Recipe, recipe: Recipe, outcome: Outcome, best: Outcome) -> bool:
+    """Whether a whole training takes longer than that of ``best``, with the recipe ``base``.
+
+    Of as many samples a comparison of the steps decides: the clocks of two runs differ by more than their pace.
+    """
+    both = min(len(outcome.runs), len(best.runs))
+    if best.whole_seconds(both) >= NEARLY_AS_FAST * outcome.whole_seconds(both):
+        return False
+    has_as_many = FEWER_SAMPLES < outcome.share_of_samples(best) < 1 / FEWER_SAMPLES
+    return not has_as_many or study.compare_speed(base, recipe).get("verdict") == SLOWER
 
 
 def length_option(name: str) -> str | None:
@@ -356,7 +369,7 @@ def search_training(
                 outcome = _require_speed(study, incumbents.best, recipe, outcome)
             before, best = best, push_if_it_saves_time(study, incumbents, recipe, outcome, best, text, shorten)
             if best is not before:
-                losses = 0
+                losses, base = 0, incumbents.best
             elif outcome.verdict == "no effect" or (losses := losses + 1) == MAX_LOSSES:
                 break
     return best

@@ -1,8 +1,7 @@
 """The second stage of a search: methods that change the training, by whole trainings or by shorter ones."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -57,6 +56,7 @@ from hasten.utils.durations import duration_option, format_duration
 BASELINE_SEEDS = 3
 FEW_BASELINE_SEEDS, FEW_RUNS = 2, 8  # seeds where the budget is worth fewer runs of the task than this
 MAX_COMPOSITIONS = 3
+FEWEST_EVALUATIONS = 4  # of all runs, which show that a metric never moves
 PROVABLE = 2.0  # standard errors inside of the margin
 EASIER = 2  # recipes that are confirmed before the fastest one
 CLOCK_SPREAD = 1.4  # factor by which the clocks of single runs, minutes apart, may differ
@@ -85,6 +85,10 @@ def find_training(study: Study, state: SearchState) -> None:
         study.note("baseline", "baseline", "failed", str(error))
         return _measure_shares(study, state, exact)  # exact recipes need no metric
     state.save()
+    if is_whole and _never_moves(baseline):
+        why = f"the metric is {baseline.metric:g} at every evaluation: it measures nothing"
+        study.note("methods that change the training", "training", "not tried", why)
+        return _measure_shares(study, state, exact)
     if is_whole and exact and exact.evidence == PRECISION and not _keeps_quality(study, state, baseline, exact):
         exact = finding.recommended(state.findings, EXACT)
     state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
@@ -92,12 +96,21 @@ def find_training(study: Study, state: SearchState) -> None:
     first = first_outcome(baseline, exact.speedup.median if exact else 1.0)
     confirmation = (MIN_SEEDS - len(baseline.runs) + MIN_SEEDS / 2) * run_seconds
     confirmation += 2 * (state.comparison_seconds + seconds_to_build(state.plan))
-    with budget.reserve(confirmation), budget.part(TRAINING_SHARE), _keep_unconfirmed(study, state, baseline):
+    saving = state.incumbents.calling(lambda: _save_unconfirmed(study, state, baseline))
+    with budget.reserve(confirmation), budget.part(TRAINING_SHARE), saving:
         _search(study, state, items, baseline, first)
+    if Space(split_joint(items)[0]).length is None:
+        _note_shorter_trainings(study, state)
     state.save()
     if budget.exhausted:
         note_not_tried(study, "training", items)
     _confirm_found(study, state, items, baseline, is_whole)
+
+
+def _never_moves(baseline: Baseline) -> bool:
+    """Whether the metric is the same at every evaluation of every run."""
+    values = [row["metric"] for run in baseline.runs for row in run["evaluations"]]
+    return len(values) >= FEWEST_EVALUATIONS and len(set(values)) == 1
 
 
 def _search(study: Study, state: SearchState, items: list, baseline: Baseline, best: Outcome) -> None:
@@ -126,8 +139,6 @@ def _search(study: Study, state: SearchState, items: list, baseline: Baseline, b
     else:
         others = [*(item for item in joint if not has_length(item)), *others]
     search_training(study, state.incumbents, others, baseline, best, shortened)
-    if Space(joint).length is None:
-        _note_shorter_trainings(study, state)
     state.contributions = leave_one_out(study, state.incumbents, state.samples, baseline)
     state.ablated = state.incumbents.best
 
@@ -213,22 +224,21 @@ def _metrics(study: Study, recipe: Recipe, baseline: Baseline) -> list[float]:
     return [run["metric"] for run in runs if run]
 
 
-@contextmanager
-def _keep_unconfirmed(study: Study, state: SearchState, baseline: Baseline) -> Iterator[None]:
-    """Context manager around a search: sets ``state.unconfirmed`` to its best recipe, as estimated, at the end."""
-    try:
-        yield
-    finally:
-        best = state.incumbents.best
-        runs = [study.complete.get((str(best), seed, study.horizon)) for seed in baseline.search_seeds]
-        seconds = [seconds_of(run) for run in runs if run]
-        if seconds and best not in [found.recipe for found in state.findings]:
-            median = fmean(map(seconds_of, baseline.runs)) / fmean(seconds)
-            speedup = Ratio(median, median / CLOCK_SPREAD, median * CLOCK_SPREAD)
-            seeds = f"{len(seconds)} seed{'s' * (len(seconds) > 1)}"
-            why = f"trained so fast on {seeds} in the search, and ended as well; not confirmed yet"
-            to_prove = "let the search continue"
-            state.unconfirmed = Finding(best, ESTIMATED, speedup, why, to_prove=to_prove)
+def _save_unconfirmed(study: Study, state: SearchState, baseline: Baseline) -> None:
+    """Saves the best recipe of a search as ``state.unconfirmed``, an estimate."""
+    best = state.incumbents.best
+    runs = [study.complete.get((str(best), seed, study.horizon)) for seed in baseline.search_seeds]
+    seconds = [seconds_of(run) for run in runs if run]
+    if seconds and best not in [found.recipe for found in state.findings]:
+        whole, tuned = fmean(map(seconds_of, baseline.runs)), fmean(seconds)
+        median = whole / tuned
+        speedup = Ratio(median, median / CLOCK_SPREAD, median * CLOCK_SPREAD)
+        seeds = f"{len(seconds)} seed{'s' * (len(seconds) > 1)}"
+        why = f"trained so fast on {seeds} in the search, and ended as well; not confirmed yet"
+        needed = MIN_SEEDS * (whole + tuned) / study.horizon
+        to_prove = f"confirm it on {MIN_SEEDS} fresh seeds: --budget +{duration_option(needed)}"
+        state.unconfirmed = Finding(best, ESTIMATED, speedup, why, to_prove=to_prove)
+        state.save()
 
 
 def prove(study: Study, state: SearchState, recipes: list[Recipe]) -> None:
@@ -382,6 +392,8 @@ def _finding_of(study: Study, state: SearchState, attempt: Confirmation, is_whol
 def _to_prove(state: SearchState, attempt: Confirmation, is_whole: bool, of_script: bool) -> str:
     """What it would take to prove the recipe of an attempt: seeds and budget."""
     result, seconds = attempt.gate, state.run_seconds
+    if result.settled and not result.passed and result.difference is None:
+        return f"no more seeds would prove it: {result.why}"
     if is_disturbed(attempt.comparison):
         return f"repeat it on an idle machine: --budget +{duration_option(2 * state.comparison_seconds)}"
     if result.difference and result.difference["mean"] <= -result.margin:

@@ -93,7 +93,7 @@ class Description:
     def __init__(self, task: str):
         self.task, self.on_progress = TaskRef.from_json(task), no_progress
 
-    def facts(self, processes: int, run_seconds: float | None = None) -> dict:
+    def facts(self, processes: int, run_seconds: float | None = None, needs_metric: bool = True) -> dict:
         """``fingerprint``, ``has_validation``, ``higher_is_better``, ``metric`` (its name) and ``target`` of the task.
 
         ConfigurationError if it cannot be trained by so many ``processes``.

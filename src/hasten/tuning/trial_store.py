@@ -31,6 +31,10 @@ TRANSIENT_FAILURES = (  # of the machine at that moment, not of the recipe
     "input/output error",
     "stale file handle",
     "no space left",
+    "disk is full",
+    "quota exceeded",
+    "failed writing file",
+    "fit into memory",
     "connection",
 )
 
@@ -105,8 +109,11 @@ class TrialStore:
             return key, self.outcomes[key]
         outcome = self.outcomes[key] = measure()
         failure = outcome.get("failed")
-        is_transient = failure is not None and any(text in failure.lower() for text in TRANSIENT_FAILURES)
-        if failure is not None and (is_transient or not failure_lasts):
+        why = failure or (
+            "" if outcome.get("passed", True) else outcome.get("why", "")
+        )  # a check of exactness tells why
+        is_transient = any(text in why.lower() for text in TRANSIENT_FAILURES)
+        if is_transient or (failure is not None and not failure_lasts):
             return key, outcome  # for this search only; the next one tries again
         with translate_disk_errors(self.path, FREE_THE_DISK), self.path.open("a", encoding="utf-8") as file:
             if file.tell() and not self.path.read_bytes().endswith(b"\n"):

@@ -33,7 +33,7 @@ from hasten.engine.run_dir import atomic_write
 from hasten.engine.tasks import TaskLike, TaskRef
 from hasten.profiling.advise import advise_without_profile
 from hasten.profiling.diagnose import diagnose
-from hasten.reporting.result_schema import TuneResult
+from hasten.reporting.result_schema import EVIDENCE_LEVELS, TuneResult
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.candidates import MethodSelection, candidates_for
 from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_measured
@@ -132,10 +132,12 @@ def tune(
     store = TrialStore(directory, {})  # locks the directory before the task is loaded
     clock = Budget(float("inf") if seconds is None else seconds)
     clock.began -= spent
+    before: Any = {}
     try:
-        # a search that cannot be continued runs nothing
-        before = _earlier_result(directory, {"margin": margin}) if continues else {}
-        facts = _describe(task, processes, clock, before.get("baseline_seconds") if needs_whole_run else None)
+        if continues:  # a search that cannot be continued runs nothing
+            before = _earlier_result(directory, {"margin": margin})
+        run_seconds = before.get("baseline_seconds") if needs_whole_run else None
+        facts = _describe(task, processes, clock, on_progress, run_seconds=run_seconds, needs_metric=needs_whole_run)
         used: str = task.device(asked)
         if not facts["has_validation"] and evidence in ("proven", "estimated"):
             why = facts.get("no_whole_run") or "the task has none; add it, or choose exact or precision"
@@ -143,8 +145,10 @@ def tune(
             raise ConfigurationError(f"evidence={evidence} needs a metric on held-out data {where}; {why}")
         settings = store.settings = _settings(facts, used, seed, processes, margin)
         earlier = _earlier_result(directory, settings) if continues else {}
-    except BaseException:
+    except BaseException as error:
         store.leave()
+        if isinstance(error, KeyboardInterrupt) and before:
+            raise SearchInterrupted(before) from None
         raise
     if seconds is None and facts.get("default_budget"):
         seconds = clock.total = facts["default_budget"]
@@ -167,9 +171,13 @@ def tune(
     state = SearchState(margin=margin, level=level, start_seconds=clock.spent)
     state.length_arguments = facts.get("length_arguments", [])
 
+    answer: Any = {} if continues or selection.only else _answer_there(directory, settings, level)
+
     def save(is_partial: bool = True) -> TuneResult:
         about: Any = {"metric": facts["metric"], "offered": selection.offered, "price_per_hour": price_per_hour}
         result: Any = result_of(study, state, is_partial=is_partial, **about)
+        if is_partial and answer and _gain(result) < _gain(answer):
+            return answer  # of a search that was stopped; this one has not come as far again
         keep_measured(result, earlier)
         result |= {"expected_runs": runs, "out": str(directory)}
         of_search = {"others_percent": noise.summary(0.0, 0.0)["others_percent"]}
@@ -267,15 +275,17 @@ def _command_of(directory: Path) -> str | None:
     return None
 
 
-def _describe(task: TaskRef, processes: int, budget: Budget, run_seconds: float | None) -> dict[str, Any]:
+def _describe(
+    task: TaskRef, processes: int, budget: Budget, on_progress: ProgressCallback, **known: Any
+) -> dict[str, Any]:
     """The result of ``Description.facts``, in a process that ends at the deadline; ConfigurationError if that is too
-    soon. ``run_seconds``: of a whole run, where an earlier search knows them.
+    soon. ``known``: its further arguments.
     """
     if processes > 1:
         warn_oversubscribed(processes)
     try:
         with start_workers(1, "hasten.tuning.trial:Description", None, budget.deadline(), task=task) as worker:
-            return worker.call("facts", processes=processes, run_seconds=run_seconds)
+            return worker.call("facts", on_progress=on_progress, processes=processes, **known)
     except DeadlineError:
         what = f"for the first steps of {task}" if task.command else "to prepare the data and the model of the task"
         raise _too_small(budget, what) from None
@@ -304,10 +314,33 @@ def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]
     changed = [name for name in now if now[name] != before.get(name)]
     if changed:
         words = {"task": "the task or script, or what it was asked for", "code": "hasten itself"}  # not fingerprints
-        names = ", ".join(words.get(name, f"{name} ({before.get(name)} before, {now[name]} now)") for name in changed)
+        names = ", ".join(words.get(name) or _differences(name, before.get(name), now[name]) for name in changed)
         what = f"the search in {directory} cannot be continued, since these changed: {names}"
         raise ConfigurationError(f"{what}; give --budget without + for a new search")
     return result
+
+
+def _answer_there(directory: Path, settings: dict[str, Any], level: str) -> Any:
+    """The result of a search with the same settings that found a recipe with evidence at ``level``; {} if none did."""
+    with suppress(ConfigurationError):
+        result = _earlier_result(directory, settings)
+        levels = list(EVIDENCE_LEVELS)
+        if result.get("recipe") and levels.index(result["evidence"]) <= levels.index(level):
+            return result | {"is_partial": True}
+    return {}
+
+
+def _gain(result: Any) -> float:
+    """The speed-up of a result; 0 without a recipe."""
+    return (result.get("speedup") or {}).get("median") or 0.0 if result["recipe"] else 0.0
+
+
+def _differences(name: str, before: Any, now: Any) -> str:
+    """``name (2 before, 1 now)``; of dictionaries only the entries that differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        return ", ".join(_differences(key, before.get(key), now.get(key)) for key in changed)
+    return f"{name} ({before} before, {now} now)"
 
 
 def _estimate(study: Study, state: SearchState, budget: float | None, timeout: float | None) -> None:

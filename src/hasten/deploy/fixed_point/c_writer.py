@@ -1,10 +1,10 @@
 """Writes an integer model as C99: ``model.h`` holds the weights, ``model.c`` the program. No float, no malloc."""
 
-import importlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hasten.deploy.fixed_point.layers import IntegerModel, Linear
 
@@ -18,9 +18,8 @@ def write_c(model: IntegerModel, directory: Path, task: str, classes: tuple[str,
     With ``-DMODEL_MAIN`` the file is a program from int8 samples on standard input to int8 scores on standard output,
     whose exit code is 1 after a partial last sample. ``task`` and ``classes`` are names for comments.
     """
-    jinja: Any = importlib.import_module("jinja2")
-    loader = jinja.PackageLoader("hasten.deploy.fixed_point", ".")
-    templates = jinja.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja.StrictUndefined)
+    loader = PackageLoader("hasten.deploy.fixed_point", ".")
+    templates = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     slots, sizes = _buffers(model)
     layers = [
         {

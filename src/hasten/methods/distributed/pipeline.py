@@ -34,7 +34,17 @@ import torch.distributed as dist
 import torch.fx
 from torch import nn
 
-from hasten import Card, ConfigurationError, Exactness, Method, ProgressWarning, RunContext, WrapOrder, option
+from hasten import (
+    Card,
+    ConfigurationError,
+    Exactness,
+    Method,
+    ProgressWarning,
+    RunContext,
+    RunError,
+    WrapOrder,
+    option,
+)
 from hasten.core.types import Batch, ForwardFn, LossFn, StepFn
 from hasten.distributed import collectives
 from hasten.distributed.fx.pipeline_split import (
@@ -235,6 +245,11 @@ class PipelinedModel(nn.Module):
         """Forward and backward passes of a batch, in microbatches. Returns the loss of the batch, on all ranks."""
         inputs, kwargs, target = batches.split_inputs_target(batch)
         rows, value = batches.batch_size(batch), single_tensor_input(inputs, kwargs)
+        if value.shape[0] != rows:
+            raise RunError(
+                f"the input of the batch has {value.shape[0]} rows for {rows} samples, as where time comes first, so "
+                "that pipeline cannot cut it into microbatches; take another strategy"
+            )
         count = self.microbatches if self.pads else _max_even_microbatches(rows, self.microbatches, len(self.ranks))
         indices = _row_indices(rows, count).to(self.device)
         weight = self.progress.microbatch_fraction * self.progress.loss_weight
