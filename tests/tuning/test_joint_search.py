@@ -109,6 +109,15 @@ def test_joint_search_finds_a_short_training_near_the_best_peak():
     assert len(longer) == len(first_length) // 2 + 1, "the better half, and one point between the two best"
 
 
+@pytest.mark.parametrize(("shortest", "most"), [(0.35, 0.5), (0.6, 0.64)])
+def test_next_length_is_as_much_longer_as_the_best_point_needs(shortest, most):
+    """At 0.32 it nearly ends well, or misses much: the gain of the last doubling says by how much it must grow."""
+    study = Simulated(shortest=shortest)
+    searched(study)
+    lengths = sorted({float(text) for text in re.findall(r"factor=([\d.]+),peak", str(study.ran))})
+    assert lengths[:2] == [0.16, 0.32] and most - 0.12 < lengths[2] <= most
+
+
 def test_composition_keeps_the_shorter_length_of_the_best_recipe():
     """A longer training cannot be faster: only what else the composition brings is worth a trial."""
     study, seeds = Simulated(shortest=0.3), [0, 1, 2]

@@ -5,7 +5,8 @@ each other: a larger batch wants a higher peak, a shorter training too. Successi
 
 1. Scrambled Sobol points, all of the shortest length. Each is a whole training with its schedule compressed into it, so
    that ends are compared with ends, and costs a small part of the task's own training.
-2. The better half, and one point between the two best, train twice as long, and so on.
+2. The better half, and one point between the two best, train twice as long, or only as long as the best will need
+   by what its last doubling has gained, and so on.
 3. The first length at which a point trains as well as the task gives the incumbents.
 
 ``shorten`` then looks for the least length of the best recipe, whether this search found it or another one.
@@ -42,6 +43,8 @@ FIRST_LENGTH_SHARE = 0.2  # of the budget left, that the trainings of the first 
 KEPT_SHARE = 1 / 2  # of the points, that train longer
 LONGER = 2.0  # length / length before it
 LONGEST = 0.85  # of the length of the best recipe so far
+LEAST_STEP = LONGER**0.25  # the same, where little is missing
+GAIN_LEFT = 0.6  # of what a doubling has gained, that the next one gains at least
 SHORTER = math.sqrt(1 / LONGER)  # the same, where the best recipe is shortened
 EASILY_PROVABLE = 3.0  # standard errors inside of the margin, of a length that was not trained
 STEPS = 20  # between two lengths
@@ -273,6 +276,7 @@ def _halve(
     affordable = FIRST_LENGTH_SHARE * study.budget.left() / max(lengths.low * of_whole, 1.0)
     points = space.sample(min(POINTS[1], max(POINTS[0], int(affordable))), study.seed)
     length, end, seen = lengths.low, min(lengths.high, _longest(best, baseline)), []
+    before = list[_Trial]()  # of the length before
 
     def train(recipe: Recipe) -> Outcome:
         outcome = run_seeds(study, recipe, best, baseline, seen)
@@ -302,7 +306,26 @@ def _halve(
         better = trials[: max(1, math.ceil(KEPT_SHARE * len(trials)))]
         points = [trial.point for trial in better]
         points += [_between(better[0].point, better[1].point)] if len(better) > 1 else []
-        length = min(LONGER * length, end)
+        step = min(_step_to_goal(trial, before, baseline) for trial in better)
+        before, length = trials, min(step * length, end)
+
+
+def _step_to_goal(trial: _Trial, before: list[_Trial], baseline: Baseline) -> float:
+    """The length at which a point will end well / the length of its ``trial``; LONGER at most, and if unknown.
+
+    By what its point has gained per doubling of the length since the trials ``before``, of which the next doubling
+    gives less: GAIN_LEFT of it.
+    """
+    sign = 1 if baseline.higher_is_better else -1
+    shorter = next((one for one in before if one.point == trial.point and one.length < trial.length), None)
+    ends = [one.outcome.runs[0]["metric"] for one in (shorter, trial) if one]
+    if shorter is None or None in ends or not all(map(math.isfinite, ends)):
+        return LONGER
+    per_doubling = sign * (ends[1] - ends[0]) / math.log2(trial.length / shorter.length)
+    missing = sign * (baseline.metric - ends[1])
+    if missing <= 0 or per_doubling <= 0:
+        return LONGER
+    return min(LONGER, max(LEAST_STEP, 2 ** (missing / (GAIN_LEFT * per_doubling))))
 
 
 def _longest(best: Outcome, baseline: Baseline) -> float:
