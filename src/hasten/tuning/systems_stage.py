@@ -54,7 +54,6 @@ SHORT_RUNS = 14.0  # the length of a shorter training is the budget left, divide
 MIN_SHORT_RUN_S = 2.0  # a shorter training says nothing
 MAX_COMPOSITIONS = 2
 SEARCH_COMPARISONS = 5.0  # with fewer in the budget there is no search: the best guess is measured
-MANY_COMPARISONS = 40.0  # with more, that of the methods which are tried together takes longer
 GUESSES = 3
 LUCK = 1.05  # ratio of two comparisons of the same recipe, which is seen easily
 PROCESS_START_S = 0.5
@@ -83,9 +82,7 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
         exact_share = budget.part(EXACT_SHARE if lower else 1.0)
         with budget.reserve(seconds + _confirmation_overhead(plan)), exact_share, state.incumbents.calling(save):
             # together their gain is seen, where that of each is lost in the noise of its comparison
-            is_long = budget.left() > MANY_COMPARISONS * comparison_seconds(plan)
-            together = LONGER * screening if is_long else screening
-            try_compositions(study, state.incumbents, _together(state, exact), samples, together)
+            try_compositions(study, state.incumbents, _together(state, exact), samples, LONGER * screening)
             try_compositions(study, state.incumbents, experienced, samples, screening)
             quick = [item for item in exact if not item.card.high_setup_cost]
             search_systems(study, state.incumbents, quick, samples, screening)

@@ -51,6 +51,7 @@ from hasten.tuning.training import (
     seconds_of,
     try_training_composition,
 )
+from hasten.tuning.varied_arguments import sets_arguments
 from hasten.utils.durations import duration_option, format_duration
 
 BASELINE_SEEDS = 3
@@ -128,16 +129,26 @@ def _search(study: Study, state: SearchState, items: list, baseline: Baseline, b
     def shortened(recipe: Recipe, found: Outcome) -> list[tuple[Recipe, Outcome]]:
         return shorten(study, joint, baseline, recipe, found)
 
-    for recipe in recipes:  # each is compared at the shortest length with which those before it end well
-        best = try_training_composition(study, state.incumbents, best, recipe, baseline, shortened)
-    if Space(joint).shortens(best, baseline):
+    def by_compositions(best: Outcome) -> Outcome:
+        for recipe in recipes:  # each is compared at the shortest length with which those before it end well
+            best = try_training_composition(study, state.incumbents, best, recipe, baseline, shortened)
+        return best
+
+    def jointly(best: Outcome) -> Outcome:
+        if not Space(joint).shortens(best, baseline):
+            others[:0] = [item for item in joint if not has_length(item)]
+            return best
         found = search_jointly(study, state.incumbents, joint, baseline, best)
         for recipe, shorter in shortened(state.incumbents.best, found) if found is not best else ():
             state.incumbents.push(recipe)
             found = shorter
-        best = found
-    else:
-        others = [*(item for item in joint if not has_length(item)), *others]
+        return found
+
+    stages = [by_compositions, jointly]
+    if any(sets_arguments(item.name) for item in joint):  # the user asks for it, and short trainings cost less
+        stages.reverse()
+    for stage in stages:
+        best = stage(best)
     search_training(study, state.incumbents, others, baseline, best, shortened)
     state.contributions = leave_one_out(study, state.incumbents, state.samples, baseline)
     state.ablated = state.incumbents.best
