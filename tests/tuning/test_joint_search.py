@@ -11,8 +11,10 @@ import pytest
 from hasten.core.recipe import Recipe
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.tasks import TaskRef
+from hasten.tuning import training_stage
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.joint_search import POINTS, Space, add_lengthened, search_jointly, shorten, split_joint
+from hasten.tuning.result import SearchState
 from hasten.tuning.systems import Incumbents, candidate
 from hasten.tuning.training import (
     SOONER,
@@ -375,3 +377,24 @@ def test_methods_without_a_length_are_not_searched_jointly():
 def test_search_range_is_even_in_the_logarithm(position, value):
     assert SearchRange(2.0, 8.0).at(position) == value
     assert replace(SearchRange(2, 8), powers_of_two=True).at(position) == value
+
+
+@pytest.mark.parametrize("varied", [True, False])
+def test_what_the_user_varies_is_searched_before_compositions(varied, monkeypatch):
+    """Compositions train at the full length first, which may leave no budget."""
+    study, seeds, order = Simulated(), [0, 1, 2], []
+    baseline = Baseline(seeds, [study.run(Recipe(), seed) for seed in seeds], TARGET, MARGIN, True, seeds)
+
+    def noting(name):
+        return lambda *arguments: order.append(name) or arguments[-1 if name == "jointly" else 2]
+
+    monkeypatch.setattr(training_stage, "experience_of", lambda *_: [Recipe.parse(["ema"])])
+    monkeypatch.setattr(training_stage, "largest_batch_compositions", lambda *_: [])
+    monkeypatch.setattr(training_stage, "leave_one_out", lambda *_: [])
+    monkeypatch.setattr(training_stage, "try_training_composition", noting("compositions"))
+    monkeypatch.setattr(training_stage, "search_jointly", noting("jointly"))
+    monkeypatch.setattr(training_stage, "search_training", lambda *_: None)
+    items = with_varied([candidate("script_arguments")], {"epochs": 50}) if varied else ITEMS
+    state: Any = SearchState(plan={"samples_per_epoch": 100, "epochs": 1})
+    training_stage._search(study, state, items, baseline, first_outcome(baseline))
+    assert order == (["jointly", "compositions"] if varied else ["compositions", "jointly"])

@@ -117,7 +117,8 @@ def _never_moves(baseline: Baseline) -> bool:
 def _search(study: Study, state: SearchState, items: list, baseline: Baseline, best: Outcome) -> None:
     """Searches by trainings, in ``state``: compositions, the options of the schedule together, then single methods.
 
-    ``items`` are the candidates, ``best`` is the outcome to beat.
+    What the user varies (``--vary``) comes before compositions. ``items`` are the candidates, ``best`` is the outcome
+    to beat.
     """
     joint, others = split_joint(items)
     recipes = [recipe for recipe in experience_of(study, state) if not is_exact(recipe)][:MAX_COMPOSITIONS]
