@@ -15,10 +15,9 @@ from hasten.hosts.arm import ScriptArm
 from hasten.hosts.inside.attach import SESSION
 from hasten.hosts.inside.loaders import AttachedBatches
 from hasten.hosts.process import ScriptProcess
-from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import watch_script
+from helpers.host_scripts import SCRIPTS, script
 
-SCRIPTS = Path(__file__).with_name("scripts")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WITHOUT_TORCH = """
 import sys, hasten
@@ -26,10 +25,6 @@ run = hasten.attach(None, None, [1, 2])
 run.metric("val_loss", object())
 assert run.batches == [1, 2] and "torch" not in sys.modules
 """
-
-
-def script(*argv: str, directory: Path = SCRIPTS) -> ScriptRef:
-    return ScriptRef.of_command([sys.executable, *argv], directory=str(directory))
 
 
 def test_without_hasten_the_loader_is_the_same_object_and_no_metric_is_read():

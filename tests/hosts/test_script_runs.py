@@ -3,24 +3,22 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from hasten.core.errors import ConfigurationError, RunError
+from hasten.core.errors import RunError
 from hasten.core.recipe import Recipe
 from hasten.engine.registry import make_method
 from hasten.engine.resources import available_cores
-from hasten.hosts import exactness
-from hasten.hosts.arm import ScriptArm
 from hasten.hosts.process import ScriptProcess, _processes_with
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import SERVICES, ScriptTrial, watch_script
 from hasten.hosts.site_map import known_sites
+from helpers.host_scripts import SCRIPTS, arm, script, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
-SCRIPTS = Path(__file__).with_name("scripts")
+
 RUNS = {  # script and arguments -> its steps
     ("tensors.py", "1"): 128,
     ("mnist.py", "--epochs", "2", "--save", "w.pt"): 20,
@@ -41,19 +39,6 @@ for tensor in [tensor for state in states for tensor in state.values()]:
     digest.update(tensor.numpy().tobytes())
 print(len(states) > 0, digest.hexdigest(), torch.rand(3).tolist())
 """
-
-
-def script(*argv: str, directory: Path = SCRIPTS) -> ScriptRef:
-    return ScriptRef.of_command([sys.executable, *argv], directory=str(directory))
-
-
-def written(tmp_path: Path, text: str) -> ScriptRef:
-    (tmp_path / "train.py").write_text(text)
-    return script("train.py", directory=tmp_path)
-
-
-def arm(ref: ScriptRef, recipe: str = "baseline") -> ScriptArm:
-    return ScriptArm(ref, methods=Recipe.coerce(recipe).methods, device="cpu", seed=0, timeout=120.0)
 
 
 @pytest.mark.parametrize(("argv", "steps"), RUNS.items(), ids=[argv[0] for argv in RUNS])
@@ -184,57 +169,10 @@ def test_arm_of_a_script_that_ends_is_started_again():
         assert positions == sorted(positions)
 
 
-@pytest.mark.parametrize(
-    ("argv", "recipe"),
-    [
-        (("tensors.py",), "in_memory_batches"),
-        (("tensors.py",), "loader_workers:num_workers=2"),
-        (("mnist.py",), "cache_dataset"),
-        (("gpt.py",), "activation_checkpointing"),
-    ],
-)
-def test_exact_method_gives_the_same_bits(argv, recipe):
-    methods = Recipe.parse(recipe).methods
-    check = ScriptTrial(script(*argv), methods=methods).check_exactness({}, "BIT_EXACT", 60.0)
-    assert check["passed"] and "identical to the bit after 30 steps" in check["why"]
-
-
-@pytest.mark.parametrize(("argv", "recipe"), [(("gpt.py",), "fused_optimizer"), (("mnist.py",), "channels_last")])
-def test_equivalent_method_is_checked_in_float64(argv, recipe):
-    check = ScriptTrial(script(*argv), methods=Recipe.parse(recipe).methods).check_exactness(
-        {}, "EQUIVALENT_MATH", 60.0
-    )
-    assert check["passed"] and "in float64" in check["why"] and check["number"] < 1e-10
-
-
-def test_method_that_changes_the_training_is_not_exact():
-    methods = Recipe.parse("gradient_centralization").methods
-    for promised in ("BIT_EXACT", "EQUIVALENT_MATH"):
-        check = ScriptTrial(script("mnist.py"), methods=methods).check_exactness({}, promised, 60.0)
-        assert not check["passed"] and "differ" in check["why"]
-
-
-def test_lower_precision_is_judged_by_gradients():
-    check = ScriptTrial(script("words.py"), methods={"bfloat16": {}}).check_exactness({}, "REDUCED_PRECISION", 60.0)
-    assert check["number"] is not None and "gradient" in check["why"]
-
-
 @pytest.mark.parametrize("name", ["mnist.py", "gpt.py"])
 def test_compile_compiles_the_model_of_a_script(name):
     with arm(script(name), "compile:backend=aot_eager") as worker:
         assert " compiled in " in worker.call("build")["effects"]["compile"]
-
-
-@pytest.mark.parametrize("recipe", ["in_memory_batches", "fused_optimizer", "gradient_clipping"])
-def test_method_without_its_seam_is_an_error(recipe):
-    with arm(script("words.py"), recipe) as worker, pytest.raises(RunError, match=f"{recipe} has no effect: words.py"):
-        worker.call("build")
-
-
-def test_method_that_leaves_the_loader_as_it_is_reports_why():
-    why = "cache_dataset has no effect: the samples are in memory already"
-    with arm(script("tensors.py"), "cache_dataset") as worker, pytest.raises(RunError, match=why):
-        worker.call("build")
 
 
 def test_order_of_an_endless_sampler_is_not_drawn_ahead(tmp_path):
@@ -245,31 +183,6 @@ def test_order_of_an_endless_sampler_is_not_drawn_ahead(tmp_path):
         worker.call("build")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("import torch\nx = torch.ones(1, requires_grad=True)\nfor _ in range(3): (x * 2).backward()\nint('x')", "int"),
-        ("import torch\nraise ValueError('my own fault')", "ValueError: my own fault"),
-        ("import torch\nprint(1)", "ended without training: there was no backward pass"),
-        ("print(1)", "ended without training: there was no backward pass"),
-        ("import torch\ninput('continue? ')", "it asks for input, and its standard input is empty here"),
-    ],
-)
-def test_script_that_does_not_train_is_reported_in_one_line(text, message, tmp_path, capfd):
-    with pytest.raises(ConfigurationError) as error:
-        watch_script(written(tmp_path, text))
-    assert message in str(error.value) and "\n" not in str(error.value)
-    crashed = "training" not in message
-    assert ("Traceback (most recent call last)" in capfd.readouterr().err) is crashed
-
-
-def test_command_that_hides_hasten_from_its_training_is_refused_with_the_reason(tmp_path):
-    (tmp_path / "run.sh").write_text(f"PYTHONPATH=. {sys.executable} -c 'import time; time.sleep(60)'")
-    ref = ScriptRef.of_command(["bash", "run.sh"], directory=str(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"PYTHONPATH.* sets it anew"):
-        watch_script(ref, time.monotonic() + 4)
-
-
 def test_evaluations_of_a_script_that_prints_into_a_pipe_lie_where_they_were(tmp_path):
     (tmp_path / "run.sh").write_text(f"{sys.executable} tensors.py 3 2>&1 | tee log.txt")
     text = (SCRIPTS / "tensors.py").read_text() + "    import time\n    time.sleep(0.1)  # for tee\n"
@@ -277,90 +190,6 @@ def test_evaluations_of_a_script_that_prints_into_a_pipe_lie_where_they_were(tmp
     run = ScriptTrial(ScriptRef.of_command(["bash", "run.sh"], directory=str(tmp_path))).run()
     steps = [row["step"] for row in run["evaluations"]]
     assert steps == [128, 256, 384]
-
-
-def test_script_that_never_trains_ends_with_the_budget(tmp_path):
-    ref = written(tmp_path, "import torch, time\nwhile True: time.sleep(1)")
-    with pytest.raises(
-        ConfigurationError, match=r"did not train within .* s, its part of the budget: no backward pass"
-    ):
-        watch_script(ref, time.monotonic() + 8)
-
-
-def test_script_that_trains_in_two_processes_is_refused(tmp_path):
-    text = """
-import os, torch
-x = torch.ones(1, requires_grad=True)
-os.fork()
-while True:
-    (x * 2).backward()
-"""
-    message = "trains in 2 processes by itself"
-    with arm(written(tmp_path, text)) as worker, pytest.raises(ConfigurationError, match=message):
-        worker.call("build")
-
-
-@pytest.mark.parametrize(
-    ("seed", "cause"),
-    [
-        ("torch.seed()", "calls torch.seed without a seed"),
-        (
-            "torch.manual_seed(__import__('time').time_ns() % 10**9)",
-            "calls torch.manual_seed with another seed in each",
-        ),
-    ],
-)
-def test_script_that_is_not_reproducible_gets_statistics_and_the_cause(tmp_path, seed, cause):
-    text = (SCRIPTS / "tensors.py").read_text()
-    line = text[: text.index("torch.manual_seed(1)")].count("\n") + 1
-    ref = written(tmp_path, text.replace("torch.manual_seed(1)", seed))
-    check = ScriptTrial(ref, methods={"in_memory_batches": {}}).check_exactness({}, "BIT_EXACT", 60.0)
-    assert check["statistics"] and f"not reproducible (train.py:{line} {cause}" in check["why"]
-
-
-def test_runs_of_a_check_start_together_and_end_with_it(monkeypatch):
-    monkeypatch.setattr(exactness, "TOGETHER", 3)
-    ref = script("tensors.py", "4")
-    runs = exactness._Runs(ScriptTrial(ref))
-    runs.expect([({}, 30, 0), ({}, 30, 1), ({"in_memory_batches": {}}, 30, 0), ({"fused_optimizer": {}}, 30, 0)])
-    first = runs.run({}, keep=True)
-    began = [process.directory for process in runs.begun.values()]
-    assert len(began) == 2 and len(runs.expected) == 1
-    assert runs.is_reproducible() and len(runs.begun) == 2, "one of them was used, another one has begun"
-    assert runs.run({"in_memory_batches": {}}).steps == first.steps == 30
-    began += [process.directory for process in runs.begun.values()]
-    runs.close()
-    assert not runs.begun and not any(map(Path.exists, began))
-
-
-def test_script_that_two_processes_cannot_run_at_once_is_checked_run_by_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(exactness, "TOGETHER", 2)
-    exclusive = "import socket\nlock = socket.socket(socket.AF_UNIX)\n"
-    exclusive += f"lock.bind(chr(0) + {f'hasten-test-{tmp_path}'!r})\n"
-    ref = written(tmp_path, exclusive + (SCRIPTS / "tensors.py").read_text())
-    check = ScriptTrial(ref, methods={"in_memory_batches": {}}).check_exactness({}, "BIT_EXACT", 60.0)
-    assert check["passed"] and not check["statistics"], check
-
-
-def test_operation_that_is_not_deterministic_is_named(tmp_path):
-    text = (SCRIPTS / "tensors.py").read_text()
-    noise = "torch.zeros(3).put_(torch.tensor([0, 1]), torch.ones(2))\ntorch.manual_seed(1)\n"
-    noise += "torch.rand(int.from_bytes(__import__('os').urandom(2), 'big'))"
-    ref = written(tmp_path, text.replace("torch.manual_seed(1)", noise))
-    check = ScriptTrial(ref, methods={"in_memory_batches": {}}).check_exactness({}, "BIT_EXACT", 60.0)
-    assert "not reproducible (torch has no deterministic implementation of put_): two runs" in check["why"]
-
-
-def test_formula_is_compared_in_float64_where_only_the_last_bits_do_not_repeat(tmp_path):
-    """As on a GPU, where some operations add in another order in every run."""
-    noisy = "noisy = lambda out: out * (1 + torch.finfo(out.dtype).eps * int.from_bytes(os.urandom(1)) / 64)\n"
-    text = (SCRIPTS / "tensors.py").read_text().replace("import sys\n", "import os, sys\n")
-    text = text.replace("torch.manual_seed(1)\n", f"torch.manual_seed(1)\n{noisy}")
-    text = text.replace("(model(data), target)", "(noisy(model(data)), target)")
-    ref = written(tmp_path, text)
-    exact = ScriptTrial(ref, methods={"fused_optimizer": {}}).check_exactness({}, "EQUIVALENT_MATH", 60.0)
-    assert exact["passed"] and not exact["statistics"] and "in float64" in exact["why"], exact
-    assert ScriptTrial(ref, methods={"in_memory_batches": {}}).check_exactness({}, "BIT_EXACT", 60.0)["statistics"]
 
 
 def test_evaluation_with_gradients_is_found_and_spared(tmp_path):
@@ -416,29 +245,6 @@ def test_script_arm_reports_the_evaluations_that_come_inside_of_a_block():
         assert len(block["evaluations"]) == 2 and 0 < sum(block["evaluations"]) <= block["untimed"] + 1e-6
 
 
-@pytest.mark.parametrize(("values", "metric"), [(["nan", "0.5", "0.4"], 0.4), (["0.5", "0.4", "nan"], None)])
-def test_metric_that_is_not_finite_at_the_end_is_refused(values, metric, tmp_path):
-    text = """
-import torch
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for epoch, value in enumerate(VALUES):
-    for _ in range(12):
-        model(torch.randn(8, 4)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    print(f"epoch {epoch} val_loss {value}")
-"""
-    trial = ScriptTrial(written(tmp_path, text.replace("VALUES", repr(values))))
-    if metric is None:
-        with pytest.raises(RunError, match="the metric is not a finite number at the end"):
-            trial.run()
-    else:
-        result = trial.run()
-        assert [row["metric"] for row in result["evaluations"]] == [None, 0.5, 0.4]
-        assert result["metric"] == result["best_metric"] == metric
-
-
 def test_trial_writes_nothing_outside_of_the_working_directory_either(tmp_path, monkeypatch):
     home, other, project = (tmp_path / name for name in ("home", "other", "project"))
     for directory in (home, other, project):
@@ -477,28 +283,3 @@ while True:
     while _processes_with(variable) and time.monotonic() < until:
         time.sleep(0.01)
     assert not _processes_with(variable)
-
-
-def test_script_that_goes_to_the_background_is_refused(tmp_path):
-    ref = written(tmp_path, "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(600)\n")
-    with pytest.raises(ConfigurationError, match="continues in the background; start it in the foreground"):
-        watch_script(ref)
-
-
-def test_gradient_accumulation_is_refused_where_the_script_forms_its_batches(tmp_path):
-    command = [sys.executable, "-m", "hasten", "train", "--with", "gradient_accumulation", "--quiet", "--"]
-    argv = [*command, sys.executable, str(SCRIPTS / "tensors.py"), "1"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "the script forms its batches itself" in done.stderr
-
-
-def test_script_whose_metric_is_not_clear_needs_none_for_exact_methods(tmp_path):
-    printing = "print(f'val_accuracy: {epoch / 9}, val_f1: {epoch / 8}')"
-    text = (
-        "import torch\nmodel = torch.nn.Linear(4, 2)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "for epoch in range(4):\n    for _ in range(5):\n        optimizer.zero_grad()\n"
-        f"        model(torch.randn(8, 4)).sum().backward()\n        optimizer.step()\n    {printing}\n"
-    )
-    with pytest.raises(ConfigurationError, match="metric"):
-        watch_script(written(tmp_path, text))
-    assert watch_script(written(tmp_path, text), needs_metric=False)["metric"] is None

@@ -400,3 +400,14 @@ def test_selection_with_an_offered_class_among_the_methods_tries_both(methods):
 def test_selection_of_an_unknown_class_is_refused():
     with pytest.raises(ConfigurationError, match="Averaging"):
         MethodSelection.of(["Averaging"], [])
+
+
+@pytest.mark.parametrize(("total", "is_settled"), [(1e6, True), (0.0, False)])
+def test_what_is_left_of_the_budget_settles_an_exact_recipe_that_may_be_faster(total, is_settled):
+    """It was measured in a part of the budget, and methods that change the training brought nothing."""
+    study = Planted(faster={"fused_optimizer": 1.05}, doubt=0.005, budget=frozen(total))
+    recipe, open_ratio = Recipe.parse("fused_optimizer"), Ratio(1.05, 0.99, 1.11)
+    found = Finding(recipe, EXACT, open_ratio, "", to_prove="a longer comparison")
+    state = SearchState(plan=PLAN, comparison_seconds=5.0, findings=[found])
+    systems_stage.settle_open(study, state)
+    assert (state.chosen is not None) is is_settled and [one.recipe for one in state.findings] == [recipe]

@@ -42,10 +42,10 @@ POINTS = (4, 12)  # fewest and most of the first length
 FIRST_LENGTH_SHARE = 0.2  # of the budget left, that the trainings of the first length may take
 KEPT_SHARE = 1 / 2  # of the points, that train longer
 LONGER = 2.0  # length / length before it
-LONGEST = 0.85  # of the length of the best recipe so far
 LEAST_STEP = LONGER**0.25  # the same, where little is missing
-GAIN_LEFT = 0.6  # of what a doubling has gained, that the next one gains at least
-SHORTER = math.sqrt(1 / LONGER)  # the same, where the best recipe is shortened
+SHORTER = math.sqrt(1 / LONGER)  # the same, where a recipe is shortened
+LONGEST = 0.85  # of the length of the best recipe so far
+GAIN_LEFT = 0.6  # of what a doubling of the length has gained, that the next one gains at least
 EASILY_PROVABLE = 3.0  # standard errors inside of the margin, of a length that was not trained
 STEPS = 20  # between two lengths
 
@@ -317,12 +317,13 @@ def _step_to_goal(trial: _Trial, before: list[_Trial], baseline: Baseline) -> fl
     gives less: GAIN_LEFT of it.
     """
     sign = 1 if baseline.higher_is_better else -1
-    shorter = next((one for one in before if one.point == trial.point and one.length < trial.length), None)
-    ends = [one.outcome.runs[0]["metric"] for one in (shorter, trial) if one]
-    if shorter is None or None in ends or not all(map(math.isfinite, ends)):
+    shorter = next((one for one in before if one.point == trial.point), None)
+    metrics = [one.outcome.runs[0]["metric"] for one in (shorter, trial) if one]
+    if shorter is None or None in metrics or not all(map(math.isfinite, metrics)):
         return LONGER
-    per_doubling = sign * (ends[1] - ends[0]) / math.log2(trial.length / shorter.length)
-    missing = sign * (baseline.metric - ends[1])
+    first, last = metrics
+    per_doubling = sign * (last - first) / math.log2(trial.length / shorter.length)
+    missing = sign * (baseline.metric - last)
     if missing <= 0 or per_doubling <= 0:
         return LONGER
     return min(LONGER, max(LEAST_STEP, 2 ** (missing / (GAIN_LEFT * per_doubling))))

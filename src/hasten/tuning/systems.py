@@ -73,7 +73,7 @@ class Incumbents:
 
     recipes: list[Recipe] = field(default_factory=lambda: [Recipe()])
     speedup: Ratio = AS_FAST  # of the best over the task as it is, as the search saw it
-    on_push: Callable[[], object] = lambda: None
+    on_push: Callable[[], object] = lambda: None  # see ``calling``
 
     @property
     def best(self) -> Recipe:

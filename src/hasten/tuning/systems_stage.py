@@ -24,7 +24,7 @@ from hasten.tuning.candidates import Candidates, strong_baselines
 from hasten.tuning.experience import compositions, distinct, exact_part, gpu_compositions
 from hasten.tuning.finding import CONTINUED_SHARE, ESTIMATED, EXACT, SURELY_FASTER, Finding
 from hasten.tuning.result import SearchState
-from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, is_in
+from hasten.tuning.study import CHECK_SECONDS, CHECK_STEPS, Study, changes_training, is_in
 from hasten.tuning.systems import (
     AS_FAST,
     LONGER,
@@ -130,6 +130,17 @@ def _confirm(study: Study, state: SearchState, recipes: list[Recipe], is_last: b
             state.incumbents.recipes.append(base)
             state.incumbents.speedup = speedup
         state.save()
+
+
+def settle_open(study: Study, state: SearchState) -> None:
+    """Compares recipes that keep the training and may be faster for longer, with what the other stages have left of the
+    budget. For a search that would recommend nothing.
+    """
+    open_ones = [one for one in state.findings if one.to_prove and not changes_training(one.recipe)]
+    recipes = [one.recipe for one in sorted(open_ones, key=lambda one: one.gain.median)]
+    with suppress(OutOfBudgetError):
+        if recipes:
+            _confirm(study, state, recipes, is_last=True)
 
 
 def _save_unconfirmed(state: SearchState) -> None:

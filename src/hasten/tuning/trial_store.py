@@ -109,9 +109,8 @@ class TrialStore:
             return key, self.outcomes[key]
         outcome = self.outcomes[key] = measure()
         failure = outcome.get("failed")
-        why = failure or (
-            "" if outcome.get("passed", True) else outcome.get("why", "")
-        )  # a check of exactness tells why
+        is_refused = not outcome.get("passed", True)  # by a check of exactness
+        why = failure or (outcome.get("why", "") if is_refused else "")
         is_transient = any(text in why.lower() for text in TRANSIENT_FAILURES)
         if is_transient or (failure is not None and not failure_lasts):
             return key, outcome  # for this search only; the next one tries again

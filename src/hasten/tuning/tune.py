@@ -40,7 +40,7 @@ from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_me
 from hasten.tuning.finding import DEFAULT_LEVEL, EXACT, LEVELS, PRECISION
 from hasten.tuning.result import SearchState, result_of, write
 from hasten.tuning.study import Study
-from hasten.tuning.systems_stage import COMPARISON_S, SPARE, comparison_seconds, find_systems
+from hasten.tuning.systems_stage import COMPARISON_S, SPARE, comparison_seconds, find_systems, settle_open
 from hasten.tuning.training_stage import find_training
 from hasten.tuning.trial import FirstSteps
 from hasten.tuning.trial_store import FREE_THE_DISK, TrialStore
@@ -170,7 +170,6 @@ def tune(
     level = LEVELS[evidence] if evidence else DEFAULT_LEVEL
     state = SearchState(margin=margin, level=level, start_seconds=clock.spent)
     state.length_arguments = facts.get("length_arguments", [])
-
     answer: Any = {} if continues or selection.only else _answer_there(directory, settings, level)
 
     def save(is_partial: bool = True) -> TuneResult:
@@ -234,6 +233,8 @@ def _run_stages(study: Study, state: SearchState, earlier: dict[str, Any], has_v
     find_systems(study, state, has_training_stage)
     if has_training_stage:
         find_training(study, state)
+        if not state.chosen:
+            settle_open(study, state)
     if state.chosen:
         with study.budget.part(1.0):
             state.operations = study.operations(state.chosen.recipe)
