@@ -221,11 +221,11 @@ def test_second_task_of_a_notebook_has_a_directory_of_its_own(tmp_path, monkeypa
 SETTINGS = {"task": ["a"], "margin": None, "machine": {"cpu": "x", "threads": 2}, "code": "1"}
 
 
-def answered(directory, **changes):
+def answered(directory, evidence="exact"):
     """A directory with a search that has found a recipe."""
-    answer = {"recipe": {"malloc_tuning": {}}, "evidence": "exact", "budget_seconds": 60.0, "speedup": {"median": 2.0}}
-    answer |= changes
-    (directory / "result.json").write_text(json.dumps(answer))
+    found = {"recipe": {"malloc_tuning": {}}, "evidence": evidence}
+    row = found | {"speedup": {"median": 2.0, "low": 1.9, "high": 2.1}, "why": "", "quality": None}
+    (directory / "result.json").write_text(json.dumps(found | {"frontier": [row], "budget_seconds": 60.0}))
     (directory / "search.json").write_text(json.dumps(SETTINGS))
 
 
@@ -244,23 +244,16 @@ def test_search_of_another_task_or_machine_is_not_continued(tmp_path, changes, m
         tune._earlier_result(tmp_path, SETTINGS | changes)
 
 
-@pytest.mark.parametrize(("evidence", "level", "counts"), [("exact", "proven", True), ("estimated", "proven", False)])
-def test_answer_of_a_search_that_was_stopped_stays_until_there_is_another(tmp_path, evidence, level, counts):
-    answered(tmp_path, evidence=evidence)
-    assert bool(tune._answer_there(tmp_path, SETTINGS, level)) is counts
-    assert not tune._answer_there(tmp_path, SETTINGS | {"margin": 0.1}, level)
-    answered(tmp_path, recipe={})
-    assert not tune._answer_there(tmp_path, SETTINGS, level)
-
-
-def test_search_that_is_started_again_and_stopped_keeps_the_answer(task, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("evidence", "stays"), [("exact", True), ("estimated", False)])
+def test_search_that_is_started_again_and_stopped_keeps_the_answer(task, tmp_path, monkeypatch, evidence, stays):
     def stop(*_):
         raise KeyboardInterrupt
 
-    answered(tmp_path)
+    answered(tmp_path, evidence)
     monkeypatch.setattr(tune, "_settings", lambda *_: SETTINGS)
     monkeypatch.setattr(tune, "_diagnose", stop)
     with pytest.raises(tune.SearchInterrupted) as stopped:
         hasten.tune(task, out=tmp_path, budget=30, device="cpu")
-    assert stopped.value.result["recipe"] == {"malloc_tuning": {}} and stopped.value.result["is_partial"]
-    assert "malloc_tuning" in (tmp_path / "result.json").read_text()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["recipe"] == stopped.value.result["recipe"] == ({"malloc_tuning": {}} if stays else {})
+    assert result["is_partial"] and ("malloc_tuning" in (tmp_path / "recipe.toml").read_text()) is stays

@@ -33,11 +33,11 @@ from hasten.engine.run_dir import atomic_write
 from hasten.engine.tasks import TaskLike, TaskRef
 from hasten.profiling.advise import advise_without_profile
 from hasten.profiling.diagnose import diagnose
-from hasten.reporting.result_schema import EVIDENCE_LEVELS, TuneResult
+from hasten.reporting.result_schema import TuneResult
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.candidates import MethodSelection, candidates_for
 from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_measured
-from hasten.tuning.finding import DEFAULT_LEVEL, EXACT, LEVELS, PRECISION
+from hasten.tuning.finding import DEFAULT_LEVEL, ESTIMATED, EXACT, LEVELS, PRECISION
 from hasten.tuning.result import SearchState, result_of, write
 from hasten.tuning.study import Study
 from hasten.tuning.systems_stage import COMPARISON_S, SPARE, comparison_seconds, find_systems, settle_open
@@ -170,14 +170,15 @@ def tune(
     level = LEVELS[evidence] if evidence else DEFAULT_LEVEL
     state = SearchState(margin=margin, level=level, start_seconds=clock.spent)
     state.length_arguments = facts.get("length_arguments", [])
-    answer: Any = {} if continues or selection.only else _answer_there(directory, settings, level)
+    known: Any = earlier  # a finished or stopped search of the same settings, whose answer must not get lost
+    if not continues and not selection.only:
+        with suppress(ConfigurationError):
+            known = _earlier_result(directory, settings)
 
     def save(is_partial: bool = True) -> TuneResult:
         about: Any = {"metric": facts["metric"], "offered": selection.offered, "price_per_hour": price_per_hour}
         result: Any = result_of(study, state, is_partial=is_partial, **about)
-        if is_partial and answer and _gain(result) < _gain(answer):
-            return answer  # of a search that was stopped; this one has not come as far again
-        keep_measured(result, earlier)
+        keep_measured(result, known)
         result |= {"expected_runs": runs, "out": str(directory)}
         of_search = {"others_percent": noise.summary(0.0, 0.0)["others_percent"]}
         result["system_noise"] = {**result["system_noise"], **of_search}
@@ -191,7 +192,7 @@ def tune(
         study.note("methods that change the training", "training", "not tried", facts["no_whole_run"])
     state.save = save
     _estimate(study, state, seconds, timeout)
-    state.findings += earlier_findings(earlier)
+    state.findings += [one for one in earlier_findings(known) if continues or one.evidence != ESTIMATED]
     state.tested = [Recipe(methods) for methods in earlier.get("confirmed_recipes", ())]
     try:
         save()
@@ -319,21 +320,6 @@ def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]
         what = f"the search in {directory} cannot be continued, since these changed: {names}"
         raise ConfigurationError(f"{what}; give --budget without + for a new search")
     return result
-
-
-def _answer_there(directory: Path, settings: dict[str, Any], level: str) -> Any:
-    """The result of a search with the same settings that found a recipe with evidence at ``level``; {} if none did."""
-    with suppress(ConfigurationError):
-        result = _earlier_result(directory, settings)
-        levels = list(EVIDENCE_LEVELS)
-        if result.get("recipe") and levels.index(result["evidence"]) <= levels.index(level):
-            return result | {"is_partial": True}
-    return {}
-
-
-def _gain(result: Any) -> float:
-    """The speed-up of a result; 0 without a recipe."""
-    return (result.get("speedup") or {}).get("median") or 0.0 if result["recipe"] else 0.0
 
 
 def _differences(name: str, before: Any, now: Any) -> str:
