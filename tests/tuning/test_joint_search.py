@@ -11,6 +11,7 @@ import pytest
 from hasten.core.recipe import Recipe
 from hasten.engine.effects import NO_EFFECT
 from hasten.engine.tasks import TaskRef
+from hasten.reporting.view_model import NOT_DONE
 from hasten.tuning import training_stage
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.joint_search import POINTS, Space, add_lengthened, search_jointly, shorten, split_joint
@@ -398,3 +399,16 @@ def test_what_the_user_varies_is_searched_before_compositions(varied, monkeypatc
     state: Any = SearchState(plan={"samples_per_epoch": 100, "epochs": 1})
     training_stage._search(study, state, items, baseline, first_outcome(baseline))
     assert order == (["jointly", "compositions"] if varied else ["compositions", "jointly"])
+
+
+@pytest.mark.parametrize(
+    ("names", "remedy"),
+    [(["lr_decay_iters", "max_iters"], "--vary lr_decay_iters,max_iters lets"), ([], "fewer steps")],
+)
+def test_answer_names_the_arguments_that_would_shorten_a_training(names, remedy):
+    study, state = Simulated(), SearchState(length_arguments=names)
+    training_stage._note_shorter_trainings(study, state)
+    assert not study.trials, "no recipe reached the target sooner"
+    study.note("ema", "training", "no gain", f"{SOONER}: it takes 3 s")
+    training_stage._note_shorter_trainings(study, state)
+    assert study.trials[-1]["verdict"] in NOT_DONE and remedy in study.trials[-1]["why"]
