@@ -148,7 +148,7 @@ def quality_gate(
     )
     if not passed and enough:
         chance = float(stdtr(freedom, (mean + margin) / error))
-        why += f"; the chance that it stays inside is {chance:.0%}, and {confidence:.1%} is required"
+        why += f"; the chance that it stays inside is {chance:.1%}, and {confidence:.2%} is required"
     difference = {"mean": mean, "low": low, "high": high}
     return NonInferiorityResult(*means, margin, difference, seeds, passed, passed or high < -margin, why)
 
