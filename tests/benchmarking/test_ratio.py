@@ -59,13 +59,13 @@ def verdict_at_looks(drawn: list) -> str:
     return next((verdict for verdict in found if verdict != UNSURE), UNSURE)
 
 
-@pytest.mark.parametrize("between", [0.0, 0.015, 0.03, 0.045])
+@pytest.mark.parametrize("between", [0.0, 0.015, 0.03, 0.045, 0.08])
 def test_self_comparison_with_processes_that_differ_is_wrong_in_at_most_one_of_twenty(between):
     verdicts = [verdict_at_looks(rounds(ROUND_LOOKS[-1], 1.0, between, seed)) for seed in range(200)]
     assert sum(verdict in (FASTER, SLOWER) for verdict in verdicts) <= 0.05 * 200
 
 
-@pytest.mark.parametrize(("between", "found"), [(0.01, 0.9), (0.03, 0.8)])
+@pytest.mark.parametrize(("between", "found"), [(0.01, 0.9), (0.03, 0.75)])
 def test_true_ratio_of_five_per_cent_is_found(between, found):
     verdicts = [verdict_at_looks(rounds(ROUND_LOOKS[-1], 1.05, between, seed)) for seed in range(100)]
     assert sum(verdict == FASTER for verdict in verdicts) >= found * 100

@@ -25,8 +25,13 @@ TRIMMED_OF_ROUND = 0.2  # the same within a round, which has few pairs
 # of steps of 0.5, 2 and 18 ms on two cores, 0.015, 0.045 and 0.037. Checked with the 337 rounds of 68 self-comparisons
 # by benchmarks/a_against_a.py on two busy cores, where the rounds differed by up to 0.08: as comparisons of their own,
 # 8 of the single rounds gave a verdict (2 %), and so did 1 of the 68 comparisons of up to five rounds.
+# Several rounds show their own spread, so that the prior counts less there. On another machine the rounds of the task
+# of 2 ms differed by 0.14: each process spends long times in a state in which its allocator gives memory back to the
+# kernel and gets it again in every step. There a prior of 6 degrees was wrong in 5 % of the comparisons, one of 3 in
+# 2.5 %; the intervals of the other tasks are hardly wider with it.
 PROCESS_SPREAD = 0.03
-PROCESS_SPREAD_DEGREES = 6
+DEGREES_OF_A_SINGLE_ROUND = 6
+DEGREES_BESIDE_ROUNDS = 3
 
 FASTER, SLOWER, SAME, UNSURE = "faster", "slower", "no difference", "unsure"
 
@@ -63,20 +68,20 @@ def ratio_of_rounds(rounds: Sequence[tuple[list[float], list[float]]], alpha: fl
     """The ratio a / b from several rounds, each given as the arguments of ``ratio_of``.
 
     The mean over the rounds of their trimmed mean log ratios, with a t interval. The variance of a round's mean is
-    pooled from the spread of the rounds and from PROCESS_SPREAD, which counts as PROCESS_SPREAD_DEGREES further
-    rounds: so there is an interval for one round as well, and one for three is not as wide as t with two degrees.
+    pooled from the spread of the rounds and from PROCESS_SPREAD, which counts as a few further rounds: so there is an
+    interval for one round as well, and one for three is not as wide as t with two degrees.
     """
     means, errors, _ = zip(*(_trimmed_mean(_log_ratios(*times), TRIMMED_OF_ROUND) for times in rounds), strict=True)
     center, degrees = fmean(means), degrees_of_rounds(len(rounds))
     prior = PROCESS_SPREAD**2 + fmean(error**2 for error in errors)
     between = math.fsum((mean - center) ** 2 for mean in means)
-    variance_of_round = (PROCESS_SPREAD_DEGREES * prior + between) / degrees
+    variance_of_round = ((degrees - len(rounds) + 1) * prior + between) / degrees
     return _interval(center, float(stdtrit(degrees, 1 - alpha / 2)) * math.sqrt(variance_of_round / len(rounds)))
 
 
 def degrees_of_rounds(rounds: int) -> int:
     """Degrees of freedom of the interval of ``ratio_of_rounds``."""
-    return PROCESS_SPREAD_DEGREES + rounds - 1
+    return (DEGREES_OF_A_SINGLE_ROUND if rounds == 1 else DEGREES_BESIDE_ROUNDS) + rounds - 1
 
 
 def _log_ratios(a: list[float], b: list[float]) -> list[float]:
