@@ -1,6 +1,7 @@
 # make demo         sets up, tunes the digits task, prints where the report is
 # make test         sets up, checks the style, runs the quick tests
-# make test-slow    the slow tests; everything but soak tests
+# make test-slow    the slow tests but those that measure time and the soak tests
+# make test-timing  the slow tests that measure time, one after the other
 # make test-all     the quick and the slow tests; everything but soak tests
 # make test-matrix  the quick tests on supported pairs of PyTorch and Python that can be installed
 # make lint         the style and the order of imports
@@ -24,7 +25,7 @@ BIN    := .venv/bin
 # The default package index offers PyTorch with CUDA, several GB of it. A machine without an NVIDIA driver gets the small CPU build.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-# Left out, to be run by themselves: budget_kept (90 minutes), long_trainings (20 minutes a workload), tuned_scripts (50 minutes), planted_harms (hours with --real).
+# Left out, to be run by themselves: public_scripts, tuned_public, repeated_claims (need checkouts of public scripts), budget_kept (90 minutes), long_trainings (20 minutes a workload), tuned_scripts (50 minutes), planted_harms (hours with --real).
 BENCHMARKS := import_time engine_overhead recording_overhead denormals effect_check a_against_a planted harmful_methods kill_and_resume watching time_to_target against_loadtune int8 serving graph_sampling graph_epoch maxk maxk_accuracy graph_partition ddp_scaling zero_memory checkpoint_stall slow_network parameter_server \
   data_images_in_memory data_tables data_jpeg data_tfrecord data_tokens data_resume data_place data_wait data_soak
 

@@ -175,7 +175,7 @@ def real_searches(count: int) -> tuple[int, int]:
     """Of ``count`` searches on the digits: how many judge the quality of the harmful method, and how many accept it."""
     from hasten import tune
 
-    file, judged, accepted = Path(__file__).parent / "harmful.py", 0, 0
+    file, judged, accepted = Path(__file__).parent / "_harmful.py", 0, 0
     method = f"{file}:OneMargin:margin={REAL_MARGIN}"
     for seed in range(count):
         where = {"out": f"runs/planted-harms-{seed}", "seed": seed, "device": "cpu"}

@@ -1,6 +1,6 @@
 """A training loop of your own, over batches that no DataLoader reads, attached to hasten in three lines.
 
-Works without hasten's verbs, too; about 5 seconds on a CPU::
+Also runs without a command of hasten; about 5 seconds on a CPU::
 
     python examples/attach.py
     hasten tune -- python examples/attach.py

@@ -190,9 +190,9 @@ def values(options: Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def add_recipe_options(parser: ArgumentParser) -> None:
+def add_recipe_options(parser: ArgumentParser, default: str = "the task without methods") -> None:
     """Add ``--recipe`` and ``--with``, which name the methods to train with."""
-    parser.add_argument("--recipe", metavar="R.toml", help="a recipe file (default: the task without methods)")
+    parser.add_argument("--recipe", metavar="R.toml", help=f"a recipe file (default: {default})")
     parser.add_argument(
         "--with",
         dest="methods",

@@ -21,7 +21,7 @@ HELP = "write a run as one flat PyTorch script, or a recipe as a patch of your s
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options and arguments of ``hasten eject`` to its parser."""
     parser.add_argument("task", metavar="TASK")
-    add_recipe_options(parser)
+    add_recipe_options(parser, "for a task no method, for a command the recipe of its search")
     parser.add_argument("--out", metavar="FILE", help="file of the script or the patch (default: standard output)")
 
 

@@ -179,7 +179,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Makes PyTorch training faster and proves it.",
         parents=[common],
         allow_abbrev=False,
-        epilog=f'{TASK_HELP} Exit codes: 0 done, 1 a result that is a "no" or a failed run, 2 a wrong request.',
+        epilog=f'{TASK_HELP} Exit codes: 0 done, 1 a result that is a "no" or a failed run, 2 a wrong request.'
+        " `hasten train -- COMMAND` has that of the command.",
     )
     parser.add_argument("--version", action="version", version=f"hasten {__version__}")
     subparsers: Any = parser.add_subparsers(dest="verb", metavar="COMMAND", title="commands")

@@ -12,7 +12,7 @@ HELP = "write the HTML report about a search or a run"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options and arguments of ``hasten report`` to its parser."""
     parser.add_argument(
-        "directory", type=directory, metavar="DIR", help="run directory of `hasten tune` or `hasten train` (--out)"
+        "directory", type=directory, metavar="DIR", help="directory of `hasten tune`, `train` or `quantize` (--out)"
     )
 
 

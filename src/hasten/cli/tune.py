@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the options and arguments of ``hasten tune`` to its parser."""
     parser.add_argument("task", metavar="TASK")
     types.add_processes(parser, "search for a recipe for N processes on this machine, distributed strategies included")
-    types.add_trial_timeout(parser, "an eighth of the budget or two runs of the task")
+    types.add_trial_timeout(parser, "the largest of 30s, an eighth of the budget and two runs of the task")
     parser.add_argument(
         "--budget",
         type=types.search_budget,

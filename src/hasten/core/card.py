@@ -13,7 +13,7 @@ class Exactness(Enum):
 
     BIT_EXACT = "same bits"  # torch.equal on every weight after 30 steps
     EQUIVALENT_MATH = "same formula"  # the same run in float64, relative difference below 1e-10
-    REDUCED_PRECISION = "lower precision"  # signal-to-noise ratio of the gradients, then the metric over paired seeds
+    REDUCED_PRECISION = "lower precision"  # signal-to-noise ratio of the gradients, then the loss over measured steps
     CHANGES_TRAINING = "different training"  # time to equal quality over paired seeds
 
 

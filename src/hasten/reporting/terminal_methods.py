@@ -14,7 +14,7 @@ from hasten.reporting.view_model import Json
 EXACTNESS_MEANINGS = {
     Exactness.BIT_EXACT: "all weights are equal to the last bit",
     Exactness.EQUIVALENT_MATH: "the same formula; rounding may differ",
-    Exactness.REDUCED_PRECISION: "the same formula with fewer bits; quality is tested",
+    Exactness.REDUCED_PRECISION: "the same formula with fewer bits; gradients and losses are checked",
     Exactness.CHANGES_TRAINING: "a different training; quality is tested",
 }
 

@@ -162,4 +162,4 @@ HARMFUL = {
     for exactness in Exactness
     if (cls := _claiming(harm, exactness))
 }
-globals().update(HARMFUL)  # so that each class can be named as ./harmful.py:Class
+globals().update(HARMFUL)  # so that each class can be named as ./_harmful.py:Class
