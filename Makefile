@@ -26,7 +26,7 @@ BIN    := .venv/bin
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 # Left out, to be run by themselves: public_scripts, tuned_public, repeated_claims (need checkouts of public scripts), budget_kept (90 minutes), long_trainings (20 minutes a workload), tuned_scripts (50 minutes), planted_harms (hours with --real).
-BENCHMARKS := import_time engine_overhead recording_overhead denormals effect_check a_against_a planted harmful_methods kill_and_resume watching time_to_target against_loadtune int8 serving graph_sampling graph_epoch maxk maxk_accuracy graph_partition ddp_scaling zero_memory checkpoint_stall slow_network parameter_server \
+BENCHMARKS := import_time engine_overhead recording_overhead denormals effect_check a_against_a planted seeds_needed harmful_methods kill_and_resume watching time_to_target against_loadtune int8 serving graph_sampling graph_epoch maxk maxk_accuracy graph_partition ddp_scaling zero_memory checkpoint_stall slow_network parameter_server \
   data_images_in_memory data_tables data_jpeg data_tfrecord data_tokens data_resume data_place data_wait data_soak
 
 # Tests start hundreds of interpreters, and each would compile hasten anew.

@@ -1,7 +1,7 @@
 """Harmful methods offered to the tuner as if they were speed-ups (``_harmful.py``).
 
-Each runs in a search of its own, ``hasten tune TASK --with ./_harmful.py:Class``, once for every exactness class that it
-may claim, and really makes training faster. All searches share a directory, so the original is measured once. A
+Each runs in a search of its own, ``hasten tune TASK --with ./_harmful.py:Class``, once for every exactness class that
+it may claim, and really makes training faster. All searches share a directory, so the original is measured once. A
 harmless control method is offered, too, and must be accepted: a tuner that refuses everything is useless. A search on
 a script takes ``--script``; ``scripts/slow.py samples`` reads its samples slowly, which the bait makes fast.
 

@@ -394,3 +394,18 @@ def test_copied_and_pickled_loader_is_read_as_without_methods(under):
     read = [copied(batch) for batch in loader]
     for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert bitwise_equal(read, list(other))
+
+
+@pytest.mark.parametrize("most", [2, 11])
+def test_validation_while_a_batch_waits_to_be_trained_on_is_no_training(under, most):
+    seam, evaluating, lines = under("in_memory_batches", roles={}), [False], []
+    seam.is_evaluating = lambda: evaluating[0]
+    training, validation = (DataLoader(Shifted(), batch_size=4) for _ in range(2))
+    for _ in training:
+        with torch.no_grad():
+            for _ in islice(validation, most):
+                evaluating[0] = True
+        evaluating[0] = False
+        lines.append(seam.on_backward())
+    roles = [seam.sites.of(one)["role"] for one in (training, validation)]
+    assert None not in lines and roles == ["training", "evaluation"]

@@ -363,3 +363,13 @@ def test_direction_that_is_neither_min_nor_max_is_refused():
     for request in ("val acc:up", "val loss: lower"):
         with pytest.raises(ConfigurationError, match="the direction is min or max"):
             parse_request(request)
+
+
+def test_metric_printed_behind_an_open_bar_is_read_each_time():
+    lines = []
+    for e in EPOCHS:
+        for i in (100, 200, 300):
+            bar = f"\r {i // 3}%|\u2588\u2588   | {i}/300 [00:0{i // 100}<00:02, 98.1it/s]"
+            lines.append(f"{bar}step {i} val_loss 0.{e + 1}{i}")
+    found = find_metric(timed(lines))
+    assert isinstance(found, Found) and found.name == "val_loss" and len(found.values) == 12

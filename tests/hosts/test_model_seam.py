@@ -302,3 +302,16 @@ def test_module_that_is_fitted_again_after_another_one_is_changed_by_methods_onc
     hooks = [hook for hook, _ in NotesDevice.devices]
     NotesDevice.devices.clear()
     assert hooks.count("model") == 2
+
+
+def test_weighted_loss_that_stays_in_training_mode_takes_part_in_the_evaluation(seam):
+    model, loss = nn.Linear(3, 2), nn.Linear(2, 1)
+    backward(seam, loss(model(X)).sum())
+    seam.steps.last_ended = began = time.perf_counter()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(5):
+            time.sleep(0.01)
+            loss(model(X))
+    backward(seam, loss(model.train()(X)).sum())
+    assert len(seam.evaluations) == 1 and 0.04 <= seam.evaluated_seconds <= time.perf_counter() - began

@@ -127,3 +127,38 @@ for step in range(4):
 def test_float16_is_refused_where_the_script_clips_scaled_gradients(tmp_path, capfd):
     assert train(tmp_path, CLIPS, "float16") != 0
     assert "clips its gradients before the update, where float16 has them scaled" in capfd.readouterr().err
+
+
+SKIPS = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters())
+scaler = torch.amp.GradScaler("cpu")
+for step in range(3):
+    optimizer.zero_grad()
+    scaler.scale(model(torch.full((2, 4), 9.0 if step else float("inf"))).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print("fused", optimizer.param_groups[0]["fused"])
+"""
+
+
+def test_optimizer_whose_first_update_is_skipped_is_changed_before_its_next(tmp_path, capfd):
+    assert train(tmp_path, SKIPS, "fused_optimizer") == 0
+    assert capfd.readouterr().out == "fused True\n"
+
+
+CLOSURE = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def closure():
+    (loss := model(torch.ones(2, 4)).square().sum()).backward()
+    return loss
+print(all(optimizer.step(closure).item() >= 0 for step in range(4)))
+"""
+
+
+def test_update_under_methods_returns_the_loss_of_its_closure(tmp_path, capfd):
+    assert train(tmp_path, CLOSURE, "gradient_clipping") == 0
+    assert capfd.readouterr().out == "True\n"

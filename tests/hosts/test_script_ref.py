@@ -252,6 +252,21 @@ def test_search_of_another_command_has_a_directory_of_its_own(tmp_path, monkeypa
     assert search_directory(large, "elsewhere") == Path("elsewhere")
 
 
+def test_search_with_other_arguments_to_vary_has_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    command = [sys.executable, "train.py", "--lr", "1"]
+    plain, varied = (ScriptRef.of_command(command, vary=vary) for vary in ((), ("lr",)))
+    assert search_directory(varied, continues=True) == Path("runs/tune-train")
+    (directory := search_directory(plain)).mkdir(parents=True)
+    (directory / "search.json").write_text(json.dumps({"command": plain.command, "task": ["x", None, []]}))
+    assert search_directory(varied, continues=True) == directory, "it is refused there, with what has changed"
+    (directory := search_directory(varied)).mkdir()
+    (directory / "search.json").write_text(json.dumps({"command": varied.command, "task": ["x", None, ["lr"]]}))
+    for ref, name in ((plain, "tune-train"), (varied, "tune-train-2")):
+        assert search_directory(ref).name == search_directory(ref, continues=True).name == name
+
+
 def test_argument_that_is_longer_than_the_name_of_a_file_is_accepted():
     assert script("--config", json.dumps({"layers": list(range(200))})).fingerprint().startswith("tensors-")
 
@@ -270,3 +285,9 @@ def test_facts_of_evaluations_stay_known_when_a_later_run_has_not_evaluated_yet(
 def test_variable_before_a_command_is_refused_with_what_to_write():
     with pytest.raises(ConfigurationError, match="no command A=0; set variables before hasten, or write env A=0"):
         ScriptRef.of_command(["A=0", "python", "train.py"])
+
+
+def test_warnings_that_the_user_has_silenced_stay_silenced(monkeypatch):
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    monkeypatch.setattr(sys, "warnoptions", ["ignore"])  # as Python takes them from the variable
+    assert script().environment["PYTHONWARNINGS"] == "ignore"

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from hasten.core.errors import ConfigurationError, RunError
+from hasten.hosts.process import ScriptProcess
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import ScriptTrial, watch_script
 from helpers.host_scripts import SCRIPTS, arm, script, written
@@ -118,3 +119,9 @@ def test_script_whose_metric_is_not_clear_needs_none_for_exact_methods(tmp_path)
     with pytest.raises(ConfigurationError, match="metric"):
         watch_script(written(tmp_path, text))
     assert watch_script(written(tmp_path, text), needs_metric=False)["metric"] is None
+
+
+def test_script_that_prepares_for_long_is_given_no_budget_where_none_counts(tmp_path):
+    ref = written(tmp_path, "import torch, time\nwhile True: time.sleep(1)")
+    with ScriptProcess(ref, {}) as run, pytest.raises(ConfigurationError, match=r"no backward pass; prepare its data"):
+        run.wait_until_trained(4.0, None)

@@ -3,11 +3,13 @@
 import inspect
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from hasten.benchmarking.arm import Arm
 from hasten.hosts import services
+from hasten.hosts.inside import answers
 from hasten.hosts.script_ref import ScriptRef
 from hasten.hosts.services import SERVICES, ScriptDescription, _may_end_within
 from hasten.tuning.trial import Description, Trial
@@ -58,3 +60,17 @@ def test_stored_trials_of_another_metric_or_other_varied_arguments_are_not_reuse
 )
 def test_first_run_is_watched_to_its_end_where_that_fits_the_budget(watched, limit, steps, total, expected):
     assert _may_end_within(limit, watched, steps, total) is expected
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "seconds", "every"),
+    [
+        ([(100, 1.0), (200, 1.0), (300, 6.0)], 1.0, 100),  # a test after the last validation
+        ([(100, 1.0), (200, 1.0), (300, 1.0), (310, 1.0)], 1.0, 100),  # one at the end
+        ([(0, 0.01)], None, None),  # a look at the shapes before the training
+    ],
+)
+def test_usual_evaluation_counts(evaluations, seconds, every):
+    models = SimpleNamespace(trains_in_eval_mode=False, evaluations=evaluations)
+    found = answers._evaluations(SimpleNamespace(models=models))
+    assert found == {"evaluation_seconds": seconds, "evaluation_every": every}

@@ -190,3 +190,11 @@ def test_headline_of_a_search_that_compared_nothing_says_so():
     assert view_model.tune_headline(validate({**result, "trials": trials})) == "Nothing was compared"
     refused = {**trials[0], "stage": "training", "verdict": "refused"}  # after a whole training
     assert view_model.tune_headline(validate({**result, "trials": [*trials, refused]})) == "No improvement"
+
+
+def test_recipe_that_reaches_the_target_sooner_in_a_training_of_the_same_length_is_not_called_slower():
+    seconds = {"baseline": 100.0, "tuned": 103.0, "low": 98.0, "high": 108.0}
+    result = validate(samples.faster() | {"training_seconds": seconds})
+    headline, sentence = view_model.tune_headline(result), view_model.tune_sentence(result)
+    assert "instead of" not in headline and headline.endswith("faster to the target")
+    assert "0.97×" not in sentence and "about as long as without the recipe" in sentence

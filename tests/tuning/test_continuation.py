@@ -10,7 +10,7 @@ import pytest
 from hasten.benchmarking.ratio import Ratio
 from hasten.core.errors import ConfigurationError
 from hasten.core.recipe import Recipe
-from hasten.tuning import continuation, training_stage
+from hasten.tuning import continuation, systems_stage, training_stage
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.confirmation import Confirmation
 from hasten.tuning.continuation import earlier_findings, finish_earlier, keep_measured
@@ -24,6 +24,7 @@ from helpers.planted_study import Planted, baseline_of
 from helpers.process import start_process
 
 PLAN = {"samples_per_epoch": 100, "epochs": 1}
+LONG_PLAN = PLAN | {"step": 0.01, "start": 0.1, "evaluation": 0.0, "sync_period": 1, "samples_per_step": 1}
 
 
 def row(text: str, evidence: str, median: float = 2.0) -> dict:
@@ -43,6 +44,7 @@ def test_recipe_that_is_proven_already_keeps_what_was_measured_of_it():
     recipe = Recipe.parse("ema").methods
     measured = {
         "time_to_target": {"tuned": 1.0},
+        "metric": {"target": 0.9},
         "quality": {"passed": True},
         "step_profile": {"baseline": {"forward": 2.0}, "tuned": {"forward": 1.0}},
         "effects": {"ema": "the step changed the averages"},
@@ -50,6 +52,7 @@ def test_recipe_that_is_proven_already_keeps_what_was_measured_of_it():
     }
     result = {"recipe": recipe, "evidence": PROVEN, "time_to_target": None, "quality": {"passed": True, "tuned": None}}
     result |= {"step_profile": {}, "effects": {}, "peak_memory_bytes": {"baseline": [{"resident": 3}]}}
+    result["metric"] = {"target": None}
     earlier = {"recipe": recipe, "evidence": PROVEN, **measured}
     keep_measured(result, earlier)
     assert result == earlier
@@ -69,6 +72,42 @@ def test_recipe_that_a_continued_search_refutes_is_no_answer_any_more(monkeypatc
     monkeypatch.setattr(continuation, "prove", lambda *_: None)
     finish_earlier(study, state, {"frontier": rows}, True)
     assert [one.recipe for one in state.findings] == [Recipe.parse("znorm")]
+
+
+def test_what_a_continued_search_has_settled_is_not_reopened_by_the_stored_comparison():
+    class LongerIsSure(Planted):
+        def _compare(self, a, b, salt):
+            self.doubt = 0.1 if salt == "confirmation" else 0.02
+            return super()._compare(a, b, salt)
+
+    recipe, study = Recipe.parse("fused_optimizer"), LongerIsSure(faster={"fused_optimizer": 1.09})
+    study.budget.wall = 100.0
+    rows = [row("fused_optimizer", EXACT, 1.09) | {"to_prove": "a longer comparison"}]
+    state = SearchState(run_seconds=1.0, plan=LONG_PLAN, comparison_seconds=1.0, save=lambda: None)
+    state.findings = earlier_findings({"frontier": rows})
+    finish_earlier(study, state, {"frontier": rows}, False)
+    assert state.chosen
+    systems_stage._confirm(study, state, [recipe], is_last=False)
+    assert state.chosen and state.chosen.recipe == recipe
+
+
+def test_recipe_that_an_earlier_search_has_proven_is_measured_to_the_end():
+    recipe, study = Recipe.parse("ema"), Planted(faster={"ema": 2.0, "fused_optimizer": 1.1})
+    known = Finding(recipe, PROVEN, Ratio(2.0, 1.8, 2.2), "")
+    state = SearchState(run_seconds=1.0, plan=PLAN, save=lambda: None, findings=[known])
+    state.strong_baseline = Recipe.parse("fused_optimizer")
+    state.incumbents.push(recipe)
+    training_stage._confirm_found(study, state, [], baseline_of(study), True)
+    assert state.winner is not None and state.winner.over_strong_baseline is not None
+
+
+def test_shorter_trainings_do_not_follow_a_proof(monkeypatch):
+    study, state = Planted(faster={"ema": 2.0}), SearchState(run_seconds=1.0, plan=PLAN, save=lambda: None)
+    training_stage._confirm(study, state, baseline_of(study), [Recipe.parse("ema")], is_whole=True)
+    monkeypatch.setattr(training_stage, "_horizon", lambda *_: 0.25)
+    monkeypatch.setattr(training_stage, "run_baseline", lambda *_: pytest.fail("it would set another target"))
+    training_stage.find_training(study, state)
+    assert state.winner and study.horizon == 1.0
 
 
 def test_budget_of_a_continued_search_ends_after_what_was_added():

@@ -14,7 +14,7 @@ from hasten.core.progress import no_progress
 from hasten.core.recipe import Recipe
 from hasten.engine.environment import cores
 from hasten.engine.tasks import TaskRef
-from hasten.tuning import systems_stage
+from hasten.tuning import systems_stage, training_stage, tune
 from hasten.tuning.budget import Budget, OutOfBudgetError
 from hasten.tuning.candidates import Candidates, MethodSelection, candidates_for, strong_baselines
 from hasten.tuning.finding import ESTIMATED, EXACT, PRECISION, PROVEN, Finding, frontier, gain_of, recommended
@@ -32,7 +32,7 @@ from hasten.tuning.tune import (
     _takes_the_place_of_a_comparison,
 )
 from helpers import averaging as averaging_helper
-from helpers.planted_study import MARGIN, SAMPLES, TARGET, Planted, frozen
+from helpers.planted_study import MARGIN, SAMPLES, TARGET, Planted, baseline_of, frozen
 
 PLAN = {
     **{"samples_per_epoch": 100, "epochs": 1, "step": 0.01, "start": 0.1, "evaluation": 0.0},
@@ -411,3 +411,38 @@ def test_what_is_left_of_the_budget_settles_an_exact_recipe_that_may_be_faster(t
     state = SearchState(plan=PLAN, comparison_seconds=5.0, findings=[found])
     systems_stage.settle_open(study, state)
     assert (state.chosen is not None) is is_settled and [one.recipe for one in state.findings] == [recipe]
+
+
+def test_rest_of_the_budget_does_not_recommend_what_whole_trainings_have_refuted(monkeypatch):
+    monkeypatch.setattr("hasten.tuning.systems._compare_losses", lambda *_: ("passed", ""))
+    study = Planted(faster={"bfloat16": 2.0}, better={"bfloat16": -3 * MARGIN}, spread=0.1 * MARGIN)
+    found = Finding(Recipe.parse("bfloat16"), PRECISION, Ratio(2.0, 1.9, 2.1), "")
+    state = SearchState(plan=PLAN, comparison_seconds=5.0, findings=[found], save=lambda: None)
+    assert not training_stage._keeps_quality(study, state, baseline_of(study), found)
+    systems_stage.settle_open(study, state)
+    assert state.chosen is None
+
+
+@pytest.mark.parametrize("has_validation", [False, True])
+def test_rest_of_the_budget_settles_open_recipes_with_and_without_trainings(monkeypatch, has_validation):
+    asked = []
+    monkeypatch.setattr(tune, "find_systems", lambda *_: None)
+    monkeypatch.setattr(tune, "find_training", lambda *_: None)
+    monkeypatch.setattr(tune, "settle_open", lambda *_: asked.append(1))
+    tune._run_stages(Planted(), SearchState(), {}, has_validation)
+    assert asked
+
+
+def test_every_recipe_of_lower_precision_has_to_keep_the_quality(monkeypatch):
+    texts = ("bfloat16 + channels_last", "bfloat16")
+    found = [
+        Finding(Recipe.parse(text), PRECISION, Ratio(m, m - 0.1, m + 0.1), "")
+        for text, m in zip(texts, (2.0, 1.8), strict=True)
+    ]
+    study = Planted(better={"bfloat16": -3 * MARGIN}, spread=0.1 * MARGIN)
+    state = SearchState(plan=PLAN, findings=found, save=lambda: None)
+    stages = {"_horizon": 1.0, "run_baseline": baseline_of(study), "_search": None, "_never_moves": False}
+    for name, value in stages.items():
+        monkeypatch.setattr(training_stage, name, lambda *_, value=value: value)
+    training_stage.find_training(study, state)
+    assert state.chosen is None

@@ -244,8 +244,11 @@ def test_search_of_another_task_or_machine_is_not_continued(tmp_path, changes, m
         tune._earlier_result(tmp_path, SETTINGS | changes)
 
 
-@pytest.mark.parametrize(("evidence", "stays"), [("exact", True), ("estimated", False)])
-def test_search_that_is_started_again_and_stopped_keeps_the_answer(task, tmp_path, monkeypatch, evidence, stays):
+@pytest.mark.parametrize(
+    ("evidence", "level", "stays"),
+    [("exact", None, True), ("estimated", None, False), ("estimated", "estimated", True)],
+)
+def test_search_that_is_started_again_and_stopped_keeps_the_answer(task, tmp_path, monkeypatch, evidence, level, stays):
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -253,7 +256,23 @@ def test_search_that_is_started_again_and_stopped_keeps_the_answer(task, tmp_pat
     monkeypatch.setattr(tune, "_settings", lambda *_: SETTINGS)
     monkeypatch.setattr(tune, "_diagnose", stop)
     with pytest.raises(tune.SearchInterrupted) as stopped:
-        hasten.tune(task, out=tmp_path, budget=30, device="cpu")
+        hasten.tune(task, out=tmp_path, budget=30, device="cpu", evidence=level)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["recipe"] == stopped.value.result["recipe"] == ({"malloc_tuning": {}} if stays else {})
     assert result["is_partial"] and ("malloc_tuning" in (tmp_path / "recipe.toml").read_text()) is stays
+
+
+def test_answer_with_a_method_whose_file_has_changed_does_not_stay(task, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    (tmp_path / "mine.py").write_text(HARM)
+    name, result = f"{tmp_path / 'mine.py'}:Slow", tmp_path / "result.json"
+    answered(tmp_path)
+    result.write_text(result.read_text().replace('{"malloc_tuning": {}}', json.dumps({name: {}})))
+    (tmp_path / "search.json").write_text(json.dumps(SETTINGS | {"methods": {name: "0" * 16}}))
+    monkeypatch.setattr(tune, "_settings", lambda *_: SETTINGS)
+    monkeypatch.setattr(tune, "_diagnose", stop)
+    with pytest.raises(tune.SearchInterrupted):
+        hasten.tune(task, out=tmp_path, budget=30, device="cpu", extra=[name])
+    assert json.loads(result.read_text())["recipe"] == {}

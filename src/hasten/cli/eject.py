@@ -49,7 +49,7 @@ def _run_script(options: Namespace) -> CommandResult:
     from hasten.hosts.script_patch import patch_script
     from hasten.tuning.tune import search_directory
 
-    found = search_directory(options.task) / "recipe.toml"
+    found = search_directory(options.task, continues=True) / "recipe.toml"
     if options.recipe is None and not options.methods and found.is_file():
         options.recipe = str(found)
         warnings.warn(f"the recipe is that of the search, {found}", HastenWarning, 2)

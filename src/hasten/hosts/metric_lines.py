@@ -45,6 +45,7 @@ _NUMBER = re.compile(
 UNITS_OF_METRICS = {"db", "mm", "cm", "px", "deg", "pp"}  # 31.24dB; others are those of times and speeds
 _TQDM = re.compile(r"\d+/\d+ \[\d+:\d\d")  # in the progress bar of tqdm: 5/10 [00:01
 _WORD = re.compile(r"(?<![\w./-])[A-Za-z]+(?![\w/-]|\.\w)")  # not a part of an identifier, path or module
+_OPEN_BAR = re.compile(r"^.*?\d+/\d+ \[\d+:\d\d[^\]]*\](?=\s*\w)")  # of tqdm, behind which the script has printed
 _COCO = re.compile(r"\((A[PR])\) @\[ IoU=(\S+) +\| area= *(\w+) \| maxDets= *(\d+) \]")
 _SEPARATOR = re.compile(r"[|,;:=\uff1a\uff0c\uff08\uff09(){}\[\]\"'*\t<>]|\s-+\s|\s{3,}")
 _MAX_HEADING_WORDS = 4
@@ -158,7 +159,8 @@ def _entries(lines: Iterable[Line]) -> Iterator[_Entry]:
 def _printed(raw: str) -> str:
     """What a terminal shows of a line: after its last carriage return, without colors and bars."""
     text = raw.rstrip("\r\n").rpartition("\r")[2].rpartition("\b")[2]
-    return _BAR.sub(" ", _COCO.sub(_coco_name, _ESCAPE.sub("", text))).rstrip()
+    text = _OPEN_BAR.sub("", _ESCAPE.sub("", text))
+    return _BAR.sub(" ", _COCO.sub(_coco_name, text)).rstrip()
 
 
 def _coco_name(match: re.Match[str]) -> str:

@@ -172,6 +172,9 @@ class ScriptProcess:
             if not (self.directory / STARTED).exists():
                 raise ConfigurationError(f"{self.script.command} {NOT_LOADED}, or has not started it yet")
             waited = time.monotonic() - self.began
+            if deadline is None:  # no budget limits it
+                what = f"{self.script.name} did not train within {waited:.0f} s: no backward pass"
+                raise ConfigurationError(f"{what}; prepare its data in a run by itself, or give a command that trains")
             raise ConfigurationError(
                 f"{self.script.name} did not train within {waited:.0f} s, its part of the budget: no backward pass; "
                 f"give at least --budget {duration_option(MORE_BUDGET * waited)}, or a command that trains"

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,7 +68,9 @@ class ScriptRef(TaskRef):
         if not argv:
             raise ConfigurationError("no command is given after --; write hasten VERB -- python train.py")
         directory = os.path.abspath(directory or os.getcwd())
-        environment = {name: value for name, value in os.environ.items() if OURS.get(name) != value}
+        # set by hasten's command line, unless Python already had options about warnings
+        ours = {} if sys.warnoptions else OURS
+        environment = {name: value for name, value in os.environ.items() if ours.get(name) != value}
         command = shutil.which(argv[0], path=environment.get("PATH")) if os.sep not in argv[0] else argv[0]
         hint = f"; write python {argv[0]}" if argv[0].endswith(".py") else ""
         if re.fullmatch(r"[A-Za-z_]\w*=.*", argv[0], re.DOTALL):

@@ -81,7 +81,9 @@ def tune_headline(result: Json) -> str:
         return _so_far(verdict or ("No answer yet" if result["is_partial"] else "No verdict"), result)
     before, after = training_times(result)
     gain = f"{'Steps ' * is_of_steps(result)}{formatting.ratio(result['speedup']['median'])} faster"
-    text = f"{after} instead of {before}" if before else gain
+    seconds = result["training_seconds"]
+    is_shorter = before and seconds["baseline"] > MIN_GAIN * seconds["tuned"]
+    text = f"{after} instead of {before}" if is_shorter else gain + " to the target" * bool(before)
     return _so_far(f"{text}, estimated" if result["evidence"] == "estimated" else text, result)
 
 
@@ -140,9 +142,8 @@ def _training_sentence(result: Json) -> str:
         return ""
     source = "measured" if result["training_measured"] else "predicted from measured steps"
     ratio = {"median": baseline / tuned, "low": baseline / high, "high": baseline / low}
-    return (
-        f"A whole training takes {formatting.seconds(low)} to {formatting.seconds(high)}, {source}: {_faster(ratio)}."
-    )
+    gain = _faster(ratio) if ratio["median"] > MIN_GAIN else "about as long as without the recipe"
+    return f"A whole training takes {formatting.seconds(low)} to {formatting.seconds(high)}, {source}: {gain}."
 
 
 def _target_sentence(result: Json) -> str:

@@ -16,7 +16,7 @@ from hasten.tuning.training_stage import prove
 OF_WINNER = (  # keys of the result that only a confirmation sets
     *("speedup_over_strong_baseline", "measured_speedup", "time_to_target", "samples_compared", "samples_to_target"),
     *("seconds_to_target", "curves", "quality", "training_seconds", "training_measured", "contributions", "margin_why"),
-    *("start_seconds", "step_profile", "effects", "peak_memory_bytes"),
+    *("start_seconds", "step_profile", "effects", "peak_memory_bytes", "metric"),
 )
 
 

@@ -252,7 +252,7 @@ def _why(study: Study, state: SearchState, is_partial: bool = False) -> str:
         what = "faster" if is_whole else "faster to the target"
         if state.run_seconds is None:
             what = "faster in its steps and evaluations, without the start, since the length of the training is unknown"
-        return f"{chosen.gain.median:.1f} times {what}; {chosen.why}"
+        return f"{chosen.gain.median:.2f} times {what}; {chosen.why}"
     if confirmation is not None:
         return confirmation.why
     if state.too_small:

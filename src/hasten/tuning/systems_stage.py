@@ -34,6 +34,7 @@ from hasten.tuning.systems import (
     confirm_speed,
     conflict_reason,
     failure_verdict,
+    is_disturbed,
     product,
     search_systems,
     try_compositions,
@@ -88,7 +89,8 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
             search_systems(study, state.incumbents, quick, samples, screening)
             find_strong_baseline(study, state, samples, screening)
             search_systems(study, state.incumbents, [item for item in exact if item not in quick], samples, screening)
-            if share != SYSTEMS_SHARE:  # else the whole recipe is taken apart once trainings have shown which it is
+            # else the whole recipe is taken apart once trainings have shown which it is
+            if share != SYSTEMS_SHARE and not state.winner:
                 state.contributions = leave_one_out(study, state.incumbents, samples)
                 state.ablated = state.incumbents.best
     _confirm(study, state, state.incumbents.recipes, is_last=not lower and share == 1)
@@ -137,6 +139,8 @@ def settle_open(study: Study, state: SearchState) -> None:
     budget. For a search that would recommend nothing.
     """
     open_ones = [one for one in state.findings if one.to_prove and not changes_training(one.recipe)]
+    # an estimate is open only where other programs have disturbed it: whole trainings have refuted the others
+    open_ones = [one for one in open_ones if one.evidence != ESTIMATED or is_disturbed(one.comparison)]
     recipes = [one.recipe for one in sorted(open_ones, key=lambda one: one.gain.median)]
     with suppress(OutOfBudgetError):
         if recipes:
@@ -155,7 +159,11 @@ def _save_unconfirmed(state: SearchState) -> None:
 
 def _add(state: SearchState, found: Finding | None) -> None:
     state.unconfirmed = None
-    if found:  # in place of what an earlier search, of which less is stored, has found of this recipe
+    same = [one for one in state.findings if found and one.recipe == found.recipe]
+    is_settled = any(one.is_surely_faster and one.evidence != ESTIMATED for one in same)
+    # in place of what an earlier search, of which less is stored, has found of this recipe; but a comparison that is
+    # stored, and open, does not reopen what a longer one has settled
+    if found and not (found.to_prove and is_settled):
         state.findings = [*(one for one in state.findings if one.recipe != found.recipe), found]
 
 

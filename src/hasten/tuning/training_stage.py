@@ -72,7 +72,10 @@ def find_training(study: Study, state: SearchState) -> None:
     budget, candidates = study.budget, state.candidates
     items = [*candidates.communication, *candidates.training]
     exact = finding.recommended(state.findings, PRECISION)
-    study.horizon = _horizon(study, state, items, exact.speedup.median if exact else 1.0)
+    horizon = _horizon(study, state, items, exact.speedup.median if exact else 1.0)
+    if state.winner and horizon < 1:  # shorter trainings have a target of their own, and prove nothing
+        return None
+    study.horizon = horizon
     if not study.horizon:
         return _measure_shares(study, state, exact)
     is_whole = study.horizon >= 1
@@ -90,8 +93,8 @@ def find_training(study: Study, state: SearchState) -> None:
         why = f"the metric is {baseline.metric:g} at every evaluation: it measures nothing"
         study.note("methods that change the training", "training", "not tried", why)
         return _measure_shares(study, state, exact)
-    if is_whole and exact and exact.evidence == PRECISION and not _keeps_quality(study, state, baseline, exact):
-        exact = finding.recommended(state.findings, EXACT)
+    while is_whole and exact and exact.evidence == PRECISION and not _keeps_quality(study, state, baseline, exact):
+        exact = finding.recommended(state.findings, PRECISION)  # the refuted one is an estimate now
     state.incumbents.recipes = [Recipe(), *([exact.recipe] if exact else [])]
     run_seconds = fmean(run["trial_seconds"] for run in baseline.runs)
     first = first_outcome(baseline, exact.speedup.median if exact else 1.0)
@@ -167,10 +170,15 @@ def _note_shorter_trainings(study: Study, state: SearchState) -> None:
 
 def _confirm_found(study: Study, state: SearchState, items: list, baseline: Baseline, is_whole: bool) -> None:
     """Confirms what the search has found: recipes faster than every proven one that were not confirmed before."""
-    recipes, proven = state.incumbents.recipes, [found.recipe for found in state.findings if found.evidence == PROVEN]
+    # those of an earlier result are confirmed again, from the store, so that a winner is measured to the end; a search
+    # that continues has tested them
+    earlier = [found for found in state.findings if found.evidence in (PROVEN, ESTIMATED) and not found.comparison]
+    again = [found.recipe for found in earlier if found.recipe not in state.tested]
+    findings = [found for found in state.findings if found.recipe not in again]
+    recipes, proven = state.incumbents.recipes, [found.recipe for found in findings if found.evidence == PROVEN]
     first_faster = 1 + max((index for index, recipe in enumerate(recipes) if recipe in proven), default=-1)
     recipes = recipes[first_faster:]
-    known = [*state.tested, *(found.recipe for found in state.findings)]
+    known = [*state.tested, *(found.recipe for found in findings)]
     recipes = [recipe for recipe in recipes if quality_risks(recipe) and recipe not in known]
     joint, _ = split_joint(items)
     longer = add_lengthened(recipes, joint, baseline, lambda recipe: _metrics(study, recipe, baseline))
@@ -345,6 +353,8 @@ def _confirm(
         if is_whole:  # the gate has judged them: further attempts have less of its error
             state.tested = tested + [one.recipe for one in looked_at if one.over or len(one.paired) >= MIN_SEEDS]
         known = [one for one in findings if one.evidence != ESTIMATED or one.recipe not in judged]
+        passed = [attempt.recipe for attempt in looked_at if attempt.passed]
+        known = [one for one in known if one.recipe not in passed]
         found = [one for one in looked_at if one.gain and one.gain.median > 1]
         state.findings = known + [_finding_of(study, state, attempt, is_whole) for attempt in found]
         best = max(attempts, key=lambda one: (one.passed, not one.passed and len(one.paired), bool(one.comparison)))

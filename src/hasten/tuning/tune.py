@@ -144,7 +144,8 @@ def tune(
             where = "that the script prints or logs" if task.command else "(validation_data)"
             raise ConfigurationError(f"evidence={evidence} needs a metric on held-out data {where}; {why}")
         settings = store.settings = _settings(facts, used, seed, processes, margin)
-        earlier = _earlier_result(directory, settings) if continues else {}
+        asked_for = settings | {"methods": selection.source_hashes()}
+        earlier = _earlier_result(directory, asked_for) if continues else {}
     except BaseException as error:
         store.leave()
         if isinstance(error, KeyboardInterrupt) and before:
@@ -166,14 +167,14 @@ def tune(
         target=facts["target"],
         source_hashes=selection.source_hashes(),
     )
-    text = json.dumps({**settings, "command": task.command}, indent=1, default=str)
+    text = json.dumps({**asked_for, "command": task.command}, indent=1, default=str)
     level = LEVELS[evidence] if evidence else DEFAULT_LEVEL
     state = SearchState(margin=margin, level=level, start_seconds=clock.spent)
     state.length_arguments = facts.get("length_arguments", [])
     known: Any = earlier  # a finished or stopped search of the same settings, whose answer must not get lost
     if not continues and not selection.only:
         with suppress(ConfigurationError):
-            known = _earlier_result(directory, settings)
+            known = _earlier_result(directory, asked_for)
 
     def save(is_partial: bool = True) -> TuneResult:
         about: Any = {"metric": facts["metric"], "offered": selection.offered, "price_per_hour": price_per_hour}
@@ -192,7 +193,8 @@ def tune(
         study.note("methods that change the training", "training", "not tried", facts["no_whole_run"])
     state.save = save
     _estimate(study, state, seconds, timeout)
-    state.findings += [one for one in earlier_findings(known) if continues or one.evidence != ESTIMATED]
+    keeps_estimates = continues or level == ESTIMATED
+    state.findings += [one for one in earlier_findings(known) if keeps_estimates or one.evidence != ESTIMATED]
     state.tested = [Recipe(methods) for methods in earlier.get("confirmed_recipes", ())]
     try:
         save()
@@ -234,8 +236,8 @@ def _run_stages(study: Study, state: SearchState, earlier: dict[str, Any], has_v
     find_systems(study, state, has_training_stage)
     if has_training_stage:
         find_training(study, state)
-        if not state.chosen:
-            settle_open(study, state)
+    if not state.chosen:
+        settle_open(study, state)
     if state.chosen:
         with study.budget.part(1.0):
             state.operations = study.operations(state.chosen.recipe)
@@ -243,9 +245,9 @@ def _run_stages(study: Study, state: SearchState, earlier: dict[str, Any], has_v
 
 def search_directory(task: TaskLike, out: str | Path | None = None, continues: bool = False) -> Path:
     """The directory of a search: ``out``, or ``runs/tune-TASK``. No result is replaced: it is ``runs/tune-TASK-2`` and
-    so on for a script where another command has its search in the first, and for a Task or function from Python,
-    whose name may be that of any other, where a search has ended there; where a search ``continues``, that of the
-    last one.
+    so on for a script where another command, or the same with another ``--metric`` or ``--vary``, has its search in
+    the first, and for a Task or function from Python, whose name may be that of any other, where a search has ended
+    there. Where a search ``continues``, that of the last one; for a script the first one of the command.
     """
     if out is not None:
         return Path(out)
@@ -258,7 +260,18 @@ def search_directory(task: TaskLike, out: str | Path | None = None, continues: b
     if ref.obj is not None:
         free = next(number for number in count(1) if not _has_ended(numbered(number)))
         return numbered(free - 1 if continues and free > 1 and not numbered(free).exists() else free)
-    return next(path for path in map(numbered, count(1)) if not ref.command or _command_of(path) in (None, ref.command))
+    if not ref.command:
+        return numbered(1)
+    asked = [ref.command, getattr(ref, "metric", None), list(getattr(ref, "vary", ()))]
+    others = list[Path]()  # searches of the same command that were asked for something else
+    for path in map(numbered, count(1)):
+        found = _asked_of(path)
+        if found == asked or (found is None and not (continues and others)):
+            return path
+        if found is None:
+            return others[0]
+        others += [path] * (found[0] == ref.command)
+    raise AssertionError
 
 
 def _has_ended(directory: Path) -> bool:
@@ -268,12 +281,14 @@ def _has_ended(directory: Path) -> bool:
     return False
 
 
-def _command_of(directory: Path) -> str | None:
-    """The command of the search in a directory; None if there is none, or it is not known."""
-    for name in ("result.json", "search.json"):
+def _asked_of(directory: Path) -> list[Any] | None:
+    """[command, metric, arguments to vary] of the search in a directory; None if there is none, or it is not known."""
+    for name in ("search.json", "result.json"):
         with suppress(OSError, ValueError, AttributeError):
-            if command := json.loads((directory / name).read_text(encoding="utf-8")).get("command"):
-                return command
+            search = json.loads((directory / name).read_text(encoding="utf-8"))
+            if command := search.get("command"):  # search.json also has [fingerprint, metric, arguments]
+                task = search.get("task")
+                return [command, *(task[1:] if isinstance(task, list) else (None, []))]
     return None
 
 
@@ -304,7 +319,7 @@ def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]
     ConfigurationError if it is missing or cannot be read, or if any of the ``settings`` differs.
     """
     try:
-        before = json.loads((directory / "search.json").read_text(encoding="utf-8"))
+        before = {"methods": {}} | json.loads((directory / "search.json").read_text(encoding="utf-8"))
         result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
         result["budget_seconds"] = float(result["budget_seconds"])
     except FileNotFoundError:

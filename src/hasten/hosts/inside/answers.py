@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,21 +172,29 @@ def expected_steps(arguments: Mapping[str, Any], loaders: Iterable[Any], batches
 
 
 def _evaluations(session: Session) -> dict[str, Any]:
-    """``evaluation_seconds`` after the last evaluated step; ``evaluation_every``: steps between two such, or None."""
-    found = [] if session.models.trains_in_eval_mode else session.models.evaluations
+    """``evaluation_seconds`` after an evaluated step; ``evaluation_every``: steps between two such. None if unknown.
+
+    Both are medians: the last evaluation may come early, or test besides. Calls before the first step are none.
+    """
+    found = {} if session.models.trains_in_eval_mode else _seconds_by_step(session.models.evaluations)
+    found.pop(0, None)
     if not found:
         return {"evaluation_seconds": None, "evaluation_every": None}
-    steps = sorted({step for step, _ in found if step > 0})
-    every = steps[-1] - steps[-2] if len(steps) > 1 else steps[0] if steps else None
-    return {"evaluation_seconds": evaluation_seconds(session)[-1], "evaluation_every": every}
+    every = sorted(later - step for step, later in pairwise([0, *found]))
+    seconds = sorted(found.values())
+    return {"evaluation_seconds": seconds[(len(seconds) - 1) // 2], "evaluation_every": every[len(every) // 2]}
 
 
 def evaluation_seconds(session: Session, first: int = 0) -> list[float]:
     """Seconds spent on evaluations after each step that some followed, from evaluation number ``first`` on."""
+    return list(_seconds_by_step(session.models.evaluations[first:]).values())
+
+
+def _seconds_by_step(evaluations: Iterable[tuple[int, float]]) -> dict[int, float]:
     seconds: dict[int, float] = {}
-    for step, each in session.models.evaluations[first:]:
+    for step, each in evaluations:
         seconds[step] = seconds.get(step, 0.0) + each
-    return list(seconds.values())
+    return seconds
 
 
 def memory(session: Session, of_host: bool = False) -> dict[str, Any]:

@@ -236,9 +236,11 @@ class Composition:
                 step()
 
             self.updates[optimizer] = transform_and_step
-        self.update = update
+        results = list[Any]()  # none if a method skips the update
+        self.update = lambda: results.append(update())
         _unscale(optimizer)
-        return self.updates[optimizer]()
+        self.updates[optimizer]()
+        return results[-1] if results else None
 
     def _acts_on_gradients(self) -> bool:
         """Whether the hooks of a step act; False for good, after ``refuse``, once an optimizer trains another model."""

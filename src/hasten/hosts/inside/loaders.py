@@ -178,14 +178,19 @@ class LoaderSeam:
         try:
             batch = read()
         except StopIteration:
-            self.note_end()
+            if not self._is_beside_training(record):
+                self.note_end()
             raise
         finally:
             if began is not None:
                 phases.record("input", began)
-        if record is not None:
+        if record is not None and not self._is_beside_training(record):
             self.note_batch(record)
         return batch
+
+    def _is_beside_training(self, record: dict[str, Any] | None) -> bool:
+        """Whether an evaluation reads a batch of another loader than the one whose batch waits to be trained on."""
+        return not torch.is_grad_enabled() and bool(self.unread) and record is not self.last
 
     def _timed(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def next_batch(iterator: Any) -> Any:

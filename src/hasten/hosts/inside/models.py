@@ -229,7 +229,7 @@ class ModelSeam:
             trains = root.training or kwargs.get("training") is True  # Keras trains single batches in eval mode
             if not trains and id(root) not in self.trained_in_eval_mode:
                 return self._evaluate(root, call, args, kwargs)
-            if self.began is not None and trains:
+            if self.began is not None and trains and torch.is_grad_enabled():  # else it takes part in the evaluation
                 self.end_evaluation()
             if not phases.running:
                 return call(*args, **kwargs)
@@ -278,9 +278,10 @@ class ModelSeam:
         if self.began is None:
             return
         if now:
-            self.ended = self.steps.last_ended = time.perf_counter()  # another one before the next step begins here
+            self.ended = time.perf_counter()
             if self.on_gpu:
                 self.on_gpu[1].record(torch.cuda.current_stream(self.device))
+        self.steps.last_ended = self.ended  # another one before the next step begins here
         seconds = self.ended - self.began
         if self.on_gpu:
             begin, end = self.on_gpu

@@ -11,7 +11,7 @@ import operator
 import time
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -77,10 +77,13 @@ class StepSeam:
 
     def before_first_update(self, call: Callable[[Optimizer], None]) -> None:
         """Calls a function with each optimizer before its first update."""
+        called = WeakSet[Optimizer]()
 
         def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self.active and id(optimizer) not in self.counts:
-                self._register(optimizer)
+            if self.active and optimizer not in called:
+                called.add(optimizer)
+                if id(optimizer) not in self.counts:  # else a GradScaler has skipped its first updates
+                    self._register(optimizer)
                 call(optimizer)
 
         register_optimizer_step_pre_hook(check)
