@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 
 from _common import finish, on_progress, parser, print_progress, show
-from harmful import HARMFUL
+from _harmful import HARMFUL
 
 import hasten
 from hasten import RunError

@@ -373,3 +373,9 @@ def test_metric_printed_behind_an_open_bar_is_read_each_time():
             lines.append(f"{bar}step {i} val_loss 0.{e + 1}{i}")
     found = find_metric(timed(lines))
     assert isinstance(found, Found) and found.name == "val_loss" and len(found.values) == 12
+
+
+def test_progress_that_a_script_prints_itself_is_read_at_its_end():
+    lines = [f"Valid {i}/40 [00:0{i // 20}<00:02] acc 0.{8 if i == 40 else 9}{e}" for e in EPOCHS for i in (20, 40)]
+    found = find_metric(timed(lines))
+    assert isinstance(found, Found) and found.name == "valid acc" and len(found.values) == len(EPOCHS)

@@ -23,7 +23,7 @@ from hasten.tuning.budget import Budget
 from hasten.tuning.candidates import MethodSelection, candidates_for
 from hasten.tuning.study import Study
 from hasten.tuning.trial_store import TrialStore
-from hasten.tuning.tune import search_directory
+from hasten.tuning.tune import latest_search, search_directory
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -265,6 +265,7 @@ def test_search_with_other_arguments_to_vary_has_a_directory_of_its_own(tmp_path
     (directory / "search.json").write_text(json.dumps({"command": varied.command, "task": ["x", None, ["lr"]]}))
     for ref, name in ((plain, "tune-train"), (varied, "tune-train-2")):
         assert search_directory(ref).name == search_directory(ref, continues=True).name == name
+    assert latest_search(plain).name == "tune-train-2"
 
 
 def test_argument_that_is_longer_than_the_name_of_a_file_is_accepted():

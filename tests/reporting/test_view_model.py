@@ -197,4 +197,4 @@ def test_recipe_that_reaches_the_target_sooner_in_a_training_of_the_same_length_
     result = validate(samples.faster() | {"training_seconds": seconds})
     headline, sentence = view_model.tune_headline(result), view_model.tune_sentence(result)
     assert "instead of" not in headline and headline.endswith("faster to the target")
-    assert "0.97×" not in sentence and "about as long as without the recipe" in sentence
+    assert "0.97\u00d7" not in sentence and "about as long as without the recipe" in sentence

@@ -20,7 +20,7 @@ from hasten.tuning.result import SearchState
 from hasten.tuning.trial_store import LOCK, TrialStore
 from hasten.tuning.tune import tune
 from hasten.utils.durations import parse_budget
-from helpers.planted_study import Planted, baseline_of
+from helpers.planted_study import MARGIN, Planted, baseline_of
 from helpers.process import start_process
 
 PLAN = {"samples_per_epoch": 100, "epochs": 1}
@@ -99,6 +99,17 @@ def test_recipe_that_an_earlier_search_has_proven_is_measured_to_the_end():
     state.incumbents.push(recipe)
     training_stage._confirm_found(study, state, [], baseline_of(study), True)
     assert state.winner is not None and state.winner.over_strong_baseline is not None
+
+
+@pytest.mark.parametrize(("is_whole", "better", "stays"), [(False, 0.0, True), (True, -3 * MARGIN, False)])
+def test_proven_recipe_gives_way_to_whole_trainings_only(is_whole, better, stays):
+    recipe, study = Recipe.parse("ema"), Planted(faster={"ema": 2.0}, better={"ema": better})
+    study.horizon = 1.0 if is_whole else 0.25
+    known = Finding(recipe, PROVEN, Ratio(2.0, 1.8, 2.2), "")
+    state = SearchState(run_seconds=1.0, plan=PLAN, save=lambda: None, findings=[known])
+    state.incumbents.push(recipe)
+    training_stage._confirm_found(study, state, [], baseline_of(study), is_whole)
+    assert (state.chosen is not None) is stays
 
 
 def test_shorter_trainings_do_not_follow_a_proof(monkeypatch):

@@ -446,3 +446,17 @@ def test_every_recipe_of_lower_precision_has_to_keep_the_quality(monkeypatch):
         monkeypatch.setattr(training_stage, name, lambda *_, value=value: value)
     training_stage.find_training(study, state)
     assert state.chosen is None
+
+
+def test_rest_of_the_budget_does_not_bring_back_a_shorter_comparison():
+    class Longer(Planted):
+        def _compare(self, a, b, salt):
+            self.doubt, seconds = (0.1, 2.0) if salt == "confirmation" else (0.045, 30.0)
+            return super()._compare(a, b, salt) | {"seconds": seconds}
+
+    study, state = Longer(faster={"fused_optimizer": 1.05}), SearchState(plan=PLAN, comparison_seconds=5.0)
+    state.save = lambda: None
+    systems_stage._confirm(study, state, [Recipe.parse("fused_optimizer")], is_last=True)
+    study.budget.charged = study.budget.total - 10
+    systems_stage.settle_open(study, state)
+    assert state.chosen is None and state.findings[0].gain.low > 1

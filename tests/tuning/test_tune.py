@@ -276,3 +276,30 @@ def test_answer_with_a_method_whose_file_has_changed_does_not_stay(task, tmp_pat
     with pytest.raises(tune.SearchInterrupted):
         hasten.tune(task, out=tmp_path, budget=30, device="cpu", extra=[name])
     assert json.loads(result.read_text())["recipe"] == {}
+
+
+def test_answer_stays_when_another_method_is_offered(task, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    answered(tmp_path)
+    (tmp_path / "mine.py").write_text(HARM)
+    monkeypatch.setattr(tune, "_settings", lambda *_: SETTINGS)
+    monkeypatch.setattr(tune, "_diagnose", stop)
+    with pytest.raises(tune.SearchInterrupted) as stopped:
+        hasten.tune(task, out=tmp_path, budget=30, device="cpu", extra=[f"{tmp_path / 'mine.py'}:Slow"])
+    assert stopped.value.result["recipe"] == {"malloc_tuning": {}}
+
+
+def test_estimate_that_was_not_the_answer_is_none_of_a_search_that_is_started_again(task, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    answered(tmp_path, "estimated")
+    result = json.loads((tmp_path / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps(result | {"recipe": {}}))
+    monkeypatch.setattr(tune, "_settings", lambda *_: SETTINGS)
+    monkeypatch.setattr(tune, "_diagnose", stop)
+    with pytest.raises(tune.SearchInterrupted) as stopped:
+        hasten.tune(task, out=tmp_path, budget=30, device="cpu", evidence="estimated")
+    assert stopped.value.result["recipe"] == {}

@@ -47,9 +47,9 @@ def run(options: Namespace, on_progress: ProgressCallback) -> CommandResult:
 def _run_script(options: Namespace) -> CommandResult:
     """Print the patch of the user's script, or write it to ``--out``."""
     from hasten.hosts.script_patch import patch_script
-    from hasten.tuning.tune import search_directory
+    from hasten.tuning.tune import latest_search
 
-    found = search_directory(options.task, continues=True) / "recipe.toml"
+    found = latest_search(options.task) / "recipe.toml"
     if options.recipe is None and not options.methods and found.is_file():
         options.recipe = str(found)
         warnings.warn(f"the recipe is that of the search, {found}", HastenWarning, 2)

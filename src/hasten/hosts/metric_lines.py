@@ -45,7 +45,9 @@ _NUMBER = re.compile(
 UNITS_OF_METRICS = {"db", "mm", "cm", "px", "deg", "pp"}  # 31.24dB; others are those of times and speeds
 _TQDM = re.compile(r"\d+/\d+ \[\d+:\d\d")  # in the progress bar of tqdm: 5/10 [00:01
 _WORD = re.compile(r"(?<![\w./-])[A-Za-z]+(?![\w/-]|\.\w)")  # not a part of an identifier, path or module
-_OPEN_BAR = re.compile(r"^.*?\d+/\d+ \[\d+:\d\d[^\]]*\](?=\s*\w)")  # of tqdm, behind which the script has printed
+_OPEN_BAR = re.compile(
+    r"^.*?%\|[^|]*\|\s*\d+/\d+ \[\d+:\d\d[^\]]*\](?=\s*\w)"
+)  # of tqdm, behind which the script has printed
 _COCO = re.compile(r"\((A[PR])\) @\[ IoU=(\S+) +\| area= *(\w+) \| maxDets= *(\d+) \]")
 _SEPARATOR = re.compile(r"[|,;:=\uff1a\uff0c\uff08\uff09(){}\[\]\"'*\t<>]|\s-+\s|\s{3,}")
 _MAX_HEADING_WORDS = 4

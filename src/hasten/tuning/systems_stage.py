@@ -90,9 +90,10 @@ def find_systems(study: Study, state: SearchState, is_followed: bool) -> None:
             find_strong_baseline(study, state, samples, screening)
             search_systems(study, state.incumbents, [item for item in exact if item not in quick], samples, screening)
             # else the whole recipe is taken apart once trainings have shown which it is
-            if share != SYSTEMS_SHARE and not state.winner:
-                state.contributions = leave_one_out(study, state.incumbents, samples)
-                state.ablated = state.incumbents.best
+            if share != SYSTEMS_SHARE:
+                shares = leave_one_out(study, state.incumbents, samples)
+                if not state.winner:
+                    state.contributions, state.ablated = shares, state.incumbents.best
     _confirm(study, state, state.incumbents.recipes, is_last=not lower and share == 1)
     if lower:
         before = len(state.incumbents.recipes)
@@ -161,9 +162,11 @@ def _add(state: SearchState, found: Finding | None) -> None:
     state.unconfirmed = None
     same = [one for one in state.findings if found and one.recipe == found.recipe]
     is_settled = any(one.is_surely_faster and one.evidence != ESTIMATED for one in same)
-    # in place of what an earlier search, of which less is stored, has found of this recipe; but a comparison that is
-    # stored, and open, does not reopen what a longer one has settled
-    if found and not (found.to_prove and is_settled):
+    longest = max((one.comparison.get("seconds", 0.0) for one in same if one.evidence != ESTIMATED), default=0.0)
+    is_shorter = found is not None and found.comparison.get("seconds", 0.0) < longest
+    # in place of what an earlier search, of which less is stored, has found of this recipe; but a shorter comparison
+    # from the store that leaves it open does not replace a longer one, or what that has settled
+    if found and not (found.to_prove and (is_settled or is_shorter)):
         state.findings = [*(one for one in state.findings if one.recipe != found.recipe), found]
 
 

@@ -74,7 +74,7 @@ def find_training(study: Study, state: SearchState) -> None:
     exact = finding.recommended(state.findings, PRECISION)
     horizon = _horizon(study, state, items, exact.speedup.median if exact else 1.0)
     if state.winner and horizon < 1:  # shorter trainings have a target of their own, and prove nothing
-        return None
+        return _measure_shares(study, state, exact if exact is state.chosen else None)
     study.horizon = horizon
     if not study.horizon:
         return _measure_shares(study, state, exact)
@@ -171,8 +171,9 @@ def _note_shorter_trainings(study: Study, state: SearchState) -> None:
 def _confirm_found(study: Study, state: SearchState, items: list, baseline: Baseline, is_whole: bool) -> None:
     """Confirms what the search has found: recipes faster than every proven one that were not confirmed before."""
     # those of an earlier result are confirmed again, from the store, so that a winner is measured to the end; a search
-    # that continues has tested them
-    earlier = [found for found in state.findings if found.evidence in (PROVEN, ESTIMATED) and not found.comparison]
+    # that continues has tested them, and shorter trainings say nothing about one that is proven
+    levels = (PROVEN, ESTIMATED) if is_whole else (ESTIMATED,)
+    earlier = [found for found in state.findings if found.evidence in levels and not found.comparison]
     again = [found.recipe for found in earlier if found.recipe not in state.tested]
     findings = [found for found in state.findings if found.recipe not in again]
     recipes, proven = state.incumbents.recipes, [found.recipe for found in findings if found.evidence == PROVEN]
@@ -353,8 +354,8 @@ def _confirm(
         if is_whole:  # the gate has judged them: further attempts have less of its error
             state.tested = tested + [one.recipe for one in looked_at if one.over or len(one.paired) >= MIN_SEEDS]
         known = [one for one in findings if one.evidence != ESTIMATED or one.recipe not in judged]
-        passed = [attempt.recipe for attempt in looked_at if attempt.passed]
-        known = [one for one in known if one.recipe not in passed]
+        settled = [one for one in looked_at if is_whole and one.over and one.gain and not is_disturbed(one.comparison)]
+        known = [one for one in known if one.recipe not in [each.recipe for each in settled]]
         found = [one for one in looked_at if one.gain and one.gain.median > 1]
         state.findings = known + [_finding_of(study, state, attempt, is_whole) for attempt in found]
         best = max(attempts, key=lambda one: (one.passed, not one.passed and len(one.paired), bool(one.comparison)))

@@ -193,8 +193,9 @@ def tune(
         study.note("methods that change the training", "training", "not tried", facts["no_whole_run"])
     state.save = save
     _estimate(study, state, seconds, timeout)
-    keeps_estimates = continues or level == ESTIMATED
-    state.findings += [one for one in earlier_findings(known) if keeps_estimates or one.evidence != ESTIMATED]
+    answer = Recipe(known.get("recipe") or {}) if level == ESTIMATED else Recipe()  # it was confirmed
+    of_answer = [one for one in earlier_findings(known) if one.evidence != ESTIMATED or one.recipe == answer]
+    state.findings += earlier_findings(known) if continues else of_answer
     state.tested = [Recipe(methods) for methods in earlier.get("confirmed_recipes", ())]
     try:
         save()
@@ -252,7 +253,7 @@ def search_directory(task: TaskLike, out: str | Path | None = None, continues: b
     if out is not None:
         return Path(out)
     ref = TaskRef.of(task)
-    name = "tune-" + re.sub(r"[^\w-]+", "-", ref.argument)
+    name = _name_of(ref)
 
     def numbered(number: int) -> Path:
         return Path("runs", f"{name}-{number}" if number > 1 else name)
@@ -272,6 +273,18 @@ def search_directory(task: TaskLike, out: str | Path | None = None, continues: b
             return others[0]
         others += [path] * (found[0] == ref.command)
     raise AssertionError
+
+
+def _name_of(ref: TaskRef) -> str:
+    return "tune-" + re.sub(r"[^\w-]+", "-", ref.argument)
+
+
+def latest_search(task: TaskLike) -> Path:
+    """The directory of the latest search of a command, whatever ``--metric`` and ``--vary`` it had."""
+    ref = TaskRef.of(task)
+    first = search_directory(ref, continues=True)
+    own = [path for path in first.parent.glob(f"{_name_of(ref)}*") if (_asked_of(path) or [""])[0] == ref.command]
+    return max(own, key=lambda path: (path / "search.json").stat().st_mtime, default=first)
 
 
 def _has_ended(directory: Path) -> bool:
@@ -319,12 +332,15 @@ def _earlier_result(directory: Path, settings: dict[str, Any]) -> dict[str, Any]
     ConfigurationError if it is missing or cannot be read, or if any of the ``settings`` differs.
     """
     try:
-        before = {"methods": {}} | json.loads((directory / "search.json").read_text(encoding="utf-8"))
+        before = json.loads((directory / "search.json").read_text(encoding="utf-8"))
         result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+        used = {name for row in (result, *result.get("frontier", ())) for name in row.get("recipe") or ()}
+        files = {name: code for name, code in before.get("methods", {}).items() if name in used}
+        before["methods"] = settings.get("methods", {}) | files  # a method that the result does not use may be another
         result["budget_seconds"] = float(result["budget_seconds"])
     except FileNotFoundError:
         raise ConfigurationError(f"there is no search in {directory} to continue; give --budget without +") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         remedy = "give --budget without +, which uses the trials that are stored there again"
         raise ConfigurationError(f"the result of the search in {directory} cannot be read; {remedy}") from None
     now = json.loads(json.dumps(settings, default=str))
