@@ -190,7 +190,15 @@ def test_model_that_differentiates_and_caches_in_its_forward_pass_is_evaluated()
     assert len(list(islice(train_steps(program), 2))) == 2
 
 
-@pytest.mark.parametrize("make", [engine_tasks.map_style, engine_tasks.ready_loader, engine_tasks.stream])
+STATES = (
+    engine_tasks.map_style,
+    engine_tasks.ready_loader,
+    engine_tasks.stream,
+    engine_tasks.loaders_that_share_a_generator,
+)
+
+
+@pytest.mark.parametrize("make", STATES)
 def test_evaluation_changes_no_state(make):
     def run(looking: bool):
         program = build(make(), seed=3)

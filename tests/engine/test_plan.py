@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from itertools import permutations
+from itertools import islice, permutations
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hasten import Card, ConfigurationError, Exactness, Method, Task, WrapOrder
 from hasten.core.process_group_info import ProcessGroupInfo
 from hasten.engine.composition import check_conflicts, sort_methods
 from hasten.engine.error_messages import explain_error
+from hasten.engine.loop import train_steps
 from hasten.engine.plan import build
 from helpers import engine_tasks
 
@@ -182,3 +183,26 @@ def test_model_of_an_earlier_run_is_refused():
     build(task)
     with pytest.raises(ConfigurationError, match="the same object again"):
         build(task)
+
+
+class Placed(torch.nn.CrossEntropyLoss):
+    device = None
+
+    def to(self, device):
+        self.device = device
+        return super().to(device)
+
+
+def test_loss_with_class_weights_is_moved_to_the_device_of_the_run():
+    loss = Placed(weight=torch.ones(3))
+    build(dataclasses.replace(engine_tasks.map_style(), loss=loss))
+    assert loss.device == torch.device("cpu")
+
+
+def test_state_of_a_loss_begins_anew_in_every_run():
+    task, weights = engine_tasks.loss_with_a_state(), []
+    for _ in range(2):
+        program = build(task)
+        list(islice(train_steps(program), 4))
+        weights.append(program.run.model[0].weight.detach().clone())
+    assert torch.equal(*weights)

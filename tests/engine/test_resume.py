@@ -42,6 +42,8 @@ def same_ends(one: Path, other: Path) -> bool:
         (engine_tasks.map_style, f"{METHODS} + loader_workers:num_workers=2"),
         (engine_tasks.ready_loader, METHODS),
         (engine_tasks.loader_with_its_own_generator, None),
+        (engine_tasks.loader_with_a_generator_in_its_batch_sampler, None),
+        (engine_tasks.loss_with_a_state, None),
         (engine_tasks.loader_with_workers, METHODS),
         (engine_tasks.loader_with_persistent_workers, METHODS),
         (engine_tasks.stream, METHODS),

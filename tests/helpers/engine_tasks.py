@@ -4,7 +4,7 @@ import random
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from hasten import Card, Exactness, Method, Task
 
@@ -71,6 +71,35 @@ def ready_loader():
 
 def loader_with_its_own_generator():
     return task(DataLoader(Augmented(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)))
+
+
+def loader_with_a_generator_in_its_batch_sampler():
+    data = Augmented()
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(5))
+    return task(DataLoader(data, batch_sampler=BatchSampler(sampler, 4, False)))
+
+
+def loaders_that_share_a_generator():
+    shared = torch.Generator().manual_seed(5)
+    loaders = [DataLoader(Augmented(), batch_size=4, shuffle=shuffle, generator=shared) for shuffle in (True, False)]
+    return task(loaders[0], validation_data=loaders[1])
+
+
+class Centred(torch.nn.Module):
+    """A loss with a running mean of the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, output, target):
+        if output.requires_grad:
+            self.centre.lerp_(output.detach().mean(0), 0.5)
+        return torch.nn.functional.cross_entropy(output - self.centre.clone(), target)
+
+
+def loss_with_a_state():
+    return task(Augmented(), loss=Centred())
 
 
 def loader_with_workers():

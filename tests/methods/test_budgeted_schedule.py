@@ -147,3 +147,13 @@ def test_one_cycle_of_the_task_ends_with_the_run(perceptron, samples):
 
     task = perceptron(train_data=data, optimizer=cycle, epochs=1)
     assert rates_of(task, "budgeted_schedule:factor=0.5")[-1] == pytest.approx(rates_of(task)[-1])
+
+
+def test_schedule_that_counts_steps_ends_with_the_run_under_larger_batches(perceptron):
+    def optimizer(model):
+        made = constant(model)
+        return made, lr_scheduler.LinearLR(made, 1.0, 0.0, total_iters=48)
+
+    task = perceptron(optimizer=optimizer, batch_size=4, epochs=2)  # 48 steps, 6 with the recipe
+    rates = rates_of(task, "budgeted_schedule:factor=0.5 + batch_size:factor=4,rule=none,warmup=0.0")
+    assert rates == pytest.approx([0.1 * (6 - step) / 6 for step in range(7)], abs=1e-12)

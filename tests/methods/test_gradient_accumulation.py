@@ -42,7 +42,7 @@ def test_ready_batches_of_unknown_size_are_split(perceptron, trained):
     assert run.plan.microbatches == 2 and not run.no_effect
 
 
-@pytest.mark.parametrize("options", [{"weight": torch.arange(1.0, 5.0)}, {"reduction": "sum"}])
+@pytest.mark.parametrize("options", [{"weight": torch.arange(1.0, 5.0)}, {"reduction": "sum"}, {"ignore_index": 0}])
 def test_loss_in_which_samples_do_not_count_alike_is_not_split(perceptron, trained, options):
     run = trained(perceptron(loss=torch.nn.CrossEntropyLoss(**options)), "gradient_accumulation", 1).run
     assert "weighted by their samples" in run.no_effect[0][1] and run.plan.microbatches == 1

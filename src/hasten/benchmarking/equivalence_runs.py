@@ -63,7 +63,8 @@ class EquivalenceCase:
         base, candidate = self.base.methods, self.candidate.methods
         self.added = {name for name, options in candidate.items() if base.get(name) != options}
         loaders = [data for data in (self.task.train_data, self.task.validation_data) if isinstance(data, DataLoader)]
-        owners = [owner for loader in loaders for owner in (loader, loader.sampler)]
+        samplers = [sampler for one in loaders for sampler in (one.sampler, one.batch_sampler)]
+        owners = [*loaders, *samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
         generators = [generator for owner in owners if (generator := getattr(owner, "generator", None))]
         self._generator_states = [(generator, generator.get_state()) for generator in generators]
 

@@ -53,7 +53,7 @@ def _measure(program: Program, model: torch.nn.Module, sum_over_ranks: SumOverRa
     model.eval()
     try:
         # not inference_mode: a model may differentiate in its forward pass, or cache tensors with which it trains on
-        with preserve_rng_state(), torch.no_grad():
+        with preserve_rng_state(*validation.generators), torch.no_grad():
             # not program.to_device, which may augment
             batches = (copy_to_device(batch, device) for batch in validation.epoch(0, 0))
             if task.evaluate is not None:

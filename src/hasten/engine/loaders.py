@@ -225,8 +225,9 @@ def _spec_of(loader: Any, seed: int, training: bool) -> LoaderSpec | None:
 
 
 def _generators_of(loader: DataLoader[Any] | None) -> tuple[torch.Generator, ...]:
-    """The ``generator`` attributes of a DataLoader and of its sampler that are set, each once."""
-    owners = (loader, getattr(loader, "sampler", None))
+    """The ``generator`` attributes of a DataLoader and of its samplers that are set, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     generators = dict.fromkeys(getattr(owner, "generator", None) for owner in owners)
     return tuple(generator for generator in generators if generator is not None)
 

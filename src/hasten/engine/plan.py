@@ -3,12 +3,13 @@
 No method object is consulted after ``build``.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -42,6 +43,7 @@ from hasten.utils.rng import derive_seed, preserve_rng_state, set_seeds
 
 Fold = Callable[[str, Any], Any]  # (hook, thing) -> the thing, wrapped by every method that overrides the hook
 _made: WeakSet[torch.nn.Module] = WeakSet()  # what Task(model=) returned in this process, while it lives
+_states: WeakKeyDictionary[torch.nn.Module, dict[str, Any]] = WeakKeyDictionary()  # of losses, before their first run
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def build(
         log = ShardLog()
         source, validation, shards = _build_data(task, methods, run, log)
         run.unwrapped_model = _build_model(task, fold, run, trains)
+        _prepare_loss(task, run)
         log.smallest = _smallest_shard(run)
         if has_local_batch_norm(run.unwrapped_model, torch.nn.BatchNorm1d):
             data_adapters.check_last_batch(task, plan, source.length, _data_ranks(run), log.smallest)
@@ -182,6 +185,17 @@ def _build_model(task: Task, fold: Fold, run: RunContext, trains: bool) -> torch
         model, run.parallel.materialize = deferred_init(make)
         return model
     return make() if run.parallel and run.parallel.init_device == "cpu" else make().to(run.device)
+
+
+def _prepare_loss(task: Task, run: RunContext) -> None:
+    """Moves a loss that is a module to the device: it may hold class weights. Its state is that before its first run
+    in this process, and part of checkpoints.
+    """
+    if isinstance(task.loss, torch.nn.Module):
+        task.loss.to(run.device)  # in place: the optimizer may have its parameters
+        if state := task.loss.state_dict():
+            task.loss.load_state_dict(_states.setdefault(task.loss, copy.deepcopy(state)))
+            run.checkpoint_state["loss"] = task.loss
 
 
 def _build_forward(task: Task, fold: Fold, run: RunContext, own_step: OwnStep | None) -> ForwardFn:

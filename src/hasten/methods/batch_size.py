@@ -11,6 +11,7 @@ import torch
 from hasten import BatchSource, Card, Exactness, Method, RunContext, TrainPlan, option
 from hasten.core.errors import ConfigurationError, NoEffectError
 from hasten.core.types import OptimizerFactory, StepFn
+from hasten.utils.accelerated_schedule import accelerate_schedule
 from hasten.utils.op_recorder import NOT_CHECKED
 from hasten.utils.optimizers import optimizer_and_schedule, scale_learning_rates
 from hasten.utils.search_range import SearchRange
@@ -23,8 +24,7 @@ class BatchSize(Method):
     """Multiplies the batch size by ``factor``, and the learning rate by the factor that ``rule`` computes from it.
 
     During the warm-up the learning rate rises linearly, step by step, from the task's own rate to the scaled one (Goyal
-    et al. 2017, section 2.2), multiplied with the schedule of the task. A schedule that counts steps must be made for
-    those of the run, ``Task(optimizer=lambda model, steps: ...)``: larger batches are fewer steps.
+    et al. 2017, section 2.2), multiplied with the schedule of the task, which advances as fast as the samples.
     """
 
     card = Card(
@@ -63,6 +63,8 @@ class BatchSize(Method):
     def optimizer(self, make: OptimizerFactory, run: RunContext) -> OptimizerFactory:
         def make_scaled(model: torch.nn.Module) -> Any:
             optimizer, schedule = optimizer_and_schedule(make(model))
+            if run.task.schedule_interval == "step":  # one that counts epochs stays; so does one made for ``steps``
+                schedule = accelerate_schedule(schedule, 1 / self.factor, run)
             scale_learning_rates(optimizer, schedule, self.lr_scale)
             return optimizer, schedule
 

@@ -66,7 +66,7 @@ def _uneven(run: RunContext) -> str:
     """Why samples do not count alike in the loss, as far as torch's losses and the first labels show it; or ""."""
     loss: Any = run.task.loss
     is_classification = getattr(loss, "func", None) in FUNCTIONS or isinstance(loss, CLASSIFICATION)
-    names = ("reduction", "weight")
+    names = ("reduction", "weight", "ignore_index")
     given = loss.keywords if isinstance(loss, partial) else {name: getattr(loss, name, None) for name in names}
     if given.get("reduction") == "sum":
         return "the loss is a sum over the samples"
@@ -76,8 +76,9 @@ def _uneven(run: RunContext) -> str:
     with suppress(ConfigurationError), without_modes():  # data that can be read only once; a model without values yet
         labels = target_of(peek()) if callable(peek) else None
     is_whole = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
-    if run.ranks.any(is_whole and bool((labels == IGNORED).any())):  # the ranks must cut alike
-        return f"the loss is a mean over labels, of which some are left out ({IGNORED})"
+    ignored = IGNORED if (label := given.get("ignore_index")) is None else label
+    if run.ranks.any(is_whole and bool((labels == ignored).any())):  # the ranks must cut alike
+        return f"the loss is a mean over labels, of which some are left out ({ignored})"
     return ""
 
 
