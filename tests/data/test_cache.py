@@ -138,6 +138,7 @@ def test_cache_keeps_bad_rows_bad(kind):
     ("build", "message"),
     [
         (lambda p, kind: p.map(lambda x, rng: x).cache(kind), "map with random numbers before cache"),
+        (lambda p, kind: p.map(lambda x: x + torch.rand(())).cache(kind), "map with random numbers before cache"),
         (lambda p, kind: p.map(lambda x: x[: int(x[0]) % 2 + 1]).cache(kind), "cannot be stacked.*one shape"),
         (
             lambda p, kind: p.map(lambda x: x[: 1 + (x[0] > 200)]).cache(kind),

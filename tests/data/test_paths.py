@@ -353,3 +353,52 @@ def test_remote_requests_are_retried(unsteady):
     ):
         file_signature("unsteady:///data/two.bin")
     assert unsteady.asked == asked + 4
+
+
+class Hosted(MemoryFileSystem):
+    """Addresses as those of fsspec's SFTPFileSystem."""
+
+    protocol, store, pseudo_dirs = "hosted", {}, [""]
+
+    def __init__(self, host, **more):
+        super().__init__(**more)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return fsspec.utils.infer_storage_options(path)["path"]
+
+    @staticmethod
+    def _get_kwargs_from_urls(path):
+        found = fsspec.utils.infer_storage_options(path)
+        return {key: value for key, value in found.items() if key not in ("path", "protocol")}
+
+
+def test_resolve_paths_keeps_the_server_of_an_address():
+    fsspec.register_implementation("hosted", Hosted, clobber=True)
+    fsspec.filesystem("hosted", host="server").pipe_file("/data/one.bin", b"1")
+    assert resolve_paths("hosted://me@server/data/*.bin") == ["hosted://me@server/data/one.bin"]
+
+
+class Listing(MemoryFileSystem):
+    """Keeps listings, as s3fs does."""
+
+    protocol, store, pseudo_dirs = "listing", {}, [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(path.removeprefix("listing:/"))
+
+    def ls(self, path, detail=True, **more):
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path, detail=True)
+        return self.dircache[path]
+
+    def invalidate_cache(self, path=None):
+        self.dircache.clear()
+
+
+def test_resolve_paths_lists_a_remote_directory_every_time():
+    fsspec.register_implementation("listing", Listing, clobber=True)
+    for count in (1, 2):
+        fsspec.filesystem("listing").pipe_file(f"/grows/{count}.bin", b"")
+        assert len(resolve_paths("listing://grows/*.bin")) == count

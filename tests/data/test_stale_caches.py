@@ -188,3 +188,16 @@ def test_changed_text_of_a_user_s_source_makes_another_cache(tmp_path, monkeypat
         sums += [int(batch.sum()) for batch in pipeline.cache("disk").batch(8)]
         assert (pipeline.source.rows_read > 0) == (number != 1)
     assert sums == [56, 56, 840]
+
+
+def test_cache_on_disk_has_the_key_of_the_function_that_filled_it():
+    by = {"factor": 2}
+
+    def built():
+        return arrays(NUMBERS).map(lambda x: x * by["factor"]).cache("disk").batch(ROWS)
+
+    early = built()
+    by["factor"] = 3
+    assert torch.equal(*early, NUMBERS * 3)
+    by["factor"] = 2
+    assert torch.equal(*built(), NUMBERS * 2)

@@ -265,3 +265,11 @@ def test_arrow_stream_is_named(tmp_path):
         writer.write_table(table)
     with pytest.raises(ConfigurationError, match="is an Arrow stream, which cannot be read by row number"):
         feather(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "uncompressed"])
+def test_table_in_a_file_whose_name_is_not_utf8(tmp_path, form):
+    path = write(numbers(), tmp_path / f"t.{form}", form)
+    renamed = os.fsdecode(os.fsencode(str(tmp_path)) + b"/caf\xe9." + form.encode())
+    os.rename(path, renamed)
+    assert len(READERS[form](renamed).source) == ROWS

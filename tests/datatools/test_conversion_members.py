@@ -92,3 +92,8 @@ def test_inspect_measures_what_the_first_sample_has(tmp_path):
     data = shards(tmp_path / "in.tar", {"png": range(3), "txt": [1]})
     result = inspect(data, budget=0.1)
     assert result["trouble"] is None and set(result["columns"]) == {"cls", "png"}
+
+
+def test_member_whose_name_is_not_utf8_is_converted(tmp_path):
+    data = pack(tmp_path / "in.tar", [("caf\udce9.cls", b"0"), ("caf\udce9.png", png(0)[0])])
+    assert convert(data, tmp_path / "out", to="webdataset", resize=8)["rows"] == 1

@@ -96,7 +96,7 @@ class ContentHash:
 def _to_bytes(value: Any) -> bytes:
     if isinstance(value, torch.Tensor):
         return value.numpy().tobytes()
-    return value.encode() if isinstance(value, str) else bytes(value)
+    return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else bytes(value)
 
 
 def _string_bytes(array: Any) -> memoryview:

@@ -25,6 +25,7 @@ from hasten.data.cache.fingerprints import fingerprint
 from hasten.data.io.metadata_cache import default_directory
 from hasten.data.io.paths import plain
 from hasten.data.progress import rate_reporter
+from hasten.data.rng import isolated_rng
 from hasten.data.source import (
     BadRow,
     BadRowPolicy,
@@ -38,6 +39,8 @@ from hasten.data.source import (
 )
 from hasten.data.validation import check_positive
 from hasten.engine.resources import free_memory
+from hasten.utils.rng import get_rng_state
+from hasten.utils.tree import bitwise_equal
 
 MAX_FREE_FRACTION = 0.5  # of the free memory or disk space, the default limit of a cache
 CHUNK = 16_000_000  # bytes read at a time while filling
@@ -75,7 +78,9 @@ class Mapped(WrappedSource):
             raise ConfigurationError("a map with random numbers before cache() would be frozen; put it after the cache")
         super().__init__(source)
         self.functions = [stage.function for stage in maps]
-        self.fingerprints = [fingerprint(function) for function in self.functions]
+        for function in self.functions:
+            fingerprint(function)  # refuses now what cannot be hashed
+        self._fingerprints: list[str] | None = None  # of the functions as they are when the cache is first used
         self._passthrough: frozenset[tuple] | None = None  # computed at the first read
 
     def read(self, rows: numpy.ndarray) -> Any:
@@ -87,7 +92,9 @@ class Mapped(WrappedSource):
             raise ConfigurationError(f"{error}; {UNIFORM_ROWS_HINT}") from None
 
     def fingerprint(self) -> dict:
-        return {"of": source_identity(self.source), "maps": self.fingerprints}
+        if self._fingerprints is None:
+            self._fingerprints = [fingerprint(function) for function in self.functions]
+        return {"of": source_identity(self.source), "maps": self._fingerprints}
 
     def prepare(self, runner: Callable, faults: BadRowPolicy) -> None:
         super().prepare(runner, faults)
@@ -107,7 +114,7 @@ class Mapped(WrappedSource):
 class Cache(WrappedSource):
     """Base class of the caches.
 
-    ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again if a file or function
+    ``prepare``, called before every epoch, reads all rows of the source into ``columns``, again if a file
     has changed; ``read`` takes rows from them. Before the first ``prepare`` it reads the source.
     """
 
@@ -179,7 +186,12 @@ class Cache(WrappedSource):
         """Returns (first readable rows as tensors, indices of the list columns). ConfigurationError if all rows of this
         size exceed ``gigabytes`` (None: half of the ``free`` bytes), or the first rows have no common shape.
         """
-        first, lists = read_first(self.source, faults)
+        with isolated_rng(0):
+            before = get_rng_state()
+            first, lists = read_first(self.source, faults)
+            draws = isinstance(self.source, Mapped) and not bitwise_equal(get_rng_state(), before)
+        if draws:
+            raise ConfigurationError("a map with random numbers before cache() would be frozen; put it after the cache")
         needed = bytes_of(first, len(self))
         allowed = self.gigabytes * 1e9 if self.gigabytes else free * MAX_FREE_FRACTION
         if needed > allowed:

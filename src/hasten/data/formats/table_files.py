@@ -274,7 +274,8 @@ def opened_arrow(path: str, mapped: bool = False) -> Any:
     if is_remote(path):
         return pa.PythonFile(open_file(path), "r")
     try:
-        return pa.memory_map(path) if mapped else pa.OSFile(path)
+        name = os.fsencode(path)  # Arrow would encode it as strict UTF-8
+        return pa.memory_map(name) if mapped else pa.OSFile(name)
     except OSError as error:
         error_class = FileMissingError if _is_about_file(error) else RunError
         raise error_class(f"cannot read {path}: {format_error(error)}") from None

@@ -52,6 +52,7 @@ def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
     find = partial(_find_links, system) if is_web else system.find
 
     def expand() -> list[str]:
+        system.invalidate_cache()  # s3fs, gcsfs and huggingface_hub keep old listings
         if magic := re.search(r"[*[]" if is_web else r"[*?[]", name):  # in an address, a question mark begins the query
             begin = name.rfind("/", 0, magic.start()) + 1
             directory = name[:begin] if is_web else name[:begin].rstrip("/")
@@ -63,7 +64,7 @@ def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
         return [name]
 
     try:
-        return [system.unstrip_protocol(path) for path in _with_retries(pattern, expand)]
+        return [_address(system, pattern, name, path) for path in _with_retries(pattern, expand)]
     except NotFoundError:
         return []
 
@@ -71,7 +72,15 @@ def matches(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
 def address_of(path: str) -> str:
     """Returns a remote path as ``matches`` returns it."""
     system, name = _system(path)
-    return system.unstrip_protocol(name)
+    return _address(system, path, name, name)
+
+
+def _address(system: Any, pattern: str, name: str, path: str) -> str:
+    """The address of ``path`` in ``system``, which ``pattern`` named as ``name``; with user and server, if there."""
+    pattern = pattern.rstrip("/")
+    if system._get_kwargs_from_urls(pattern) and pattern.endswith(name):
+        return pattern.removesuffix(name) + path
+    return system.unstrip_protocol(path)
 
 
 def remote_signature(path: str) -> list:
