@@ -108,3 +108,25 @@ def test_formula_is_compared_in_float64_where_only_the_last_bits_do_not_repeat(t
     exact = ScriptTrial(ref, methods={"fused_optimizer": {}}).check_exactness({}, "EQUIVALENT_MATH", 60.0)
     assert exact["passed"] and not exact["statistics"] and "in float64" in exact["why"], exact
     assert ScriptTrial(ref, methods={"in_memory_batches": {}}).check_exactness({}, "BIT_EXACT", 60.0)["statistics"]
+
+
+NORMALIZED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+conv = lambda n: [nn.Conv2d(n, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
+model = nn.Sequential(*conv(1), *conv(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+for step in range(60):
+    images, labels = torch.randn(32, 1, 16, 16), torch.randint(4, (32,))
+    loss = nn.functional.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_bias_before_batch_normalization_does_not_hide_that_a_method_is_exact(tmp_path):
+    methods = Recipe.parse("channels_last + fused_optimizer").methods
+    check = ScriptTrial(written(tmp_path, NORMALIZED), methods=methods).check_exactness({}, "EQUIVALENT_MATH", 60.0)
+    assert check["passed"] and "after 30 steps, below" in check["why"], check["why"]

@@ -6,12 +6,16 @@ With several ranks, all of them run both arms, and all stop as soon as one of th
 import math
 import time
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from hasten._torch_compat import Dropout
@@ -24,7 +28,7 @@ from hasten.core.process_group_info import SINGLE_PROCESS, ProcessGroupInfo
 from hasten.core.recipe import Recipe
 from hasten.core.run_context import RunContext, TrainPlan
 from hasten.core.task import Task
-from hasten.core.types import BatchFn
+from hasten.core.types import BatchFn, ContextFactory
 from hasten.distributed.dtensor_state import to_local
 from hasten.engine.checkpoint import gather_weights
 from hasten.engine.effects import NO_EFFECT
@@ -39,6 +43,7 @@ from hasten.utils.rng import preserve_rng_state
 GRADIENT_BATCHES = 3
 STEPS = 30  # of each arm at most
 MIN_STEPS = 3  # after one step of Adam every rescaling of the gradients is invisible
+ROUNDING = 1e-12  # of the largest gradient; what rounding leaves in float64 is 1e-16 to 1e-13
 EVALUATION_INTERVAL = "samples between evaluations"  # key of EquivalenceRun.plan
 
 ValidationDigest: TypeAlias = list[tuple[int, str]]  # (rows, SHA-256) of each field of the validation data
@@ -104,12 +109,25 @@ class EquivalenceCase:
 class RunConditions(Method):
     """A method that disables dropout, runs the model in float64 if ``double``, and reverses each batch if ``reverse``.
 
-    The order of the rows of a batch changes nothing but the rounding.
+    The order of the rows of a batch changes nothing but the rounding. In float64 gradients that are rounding alone are
+    zero, see ``drop_rounding``.
     """
 
     card = Card(summary="no dropout, float64", exactness=Exactness.CHANGES_TRAINING, order=WrapOrder.FIRST)
     double: bool
     reverse: bool = False
+
+    def process_context(self, context: ContextFactory, run: RunContext) -> ContextFactory:
+        @contextmanager
+        def without_rounding() -> Generator[None]:
+            hook = register_optimizer_step_pre_hook(drop_rounding)
+            try:
+                with context():
+                    yield
+            finally:
+                hook.remove()
+
+        return without_rounding if self.double else context
 
     def model(self, model: torch.nn.Module, run: RunContext) -> torch.nn.Module:
         for module in modules_of(model):
@@ -133,6 +151,21 @@ class RunConditions(Method):
             return map_tensors(change, batch)
 
         return transform if self.double or self.reverse else batch_transform
+
+
+def drop_rounding(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Sets gradients to zero whose root mean square is below ROUNDING of the largest one: a hook before each update.
+
+    They are zero in exact arithmetic, such as that of a bias before batch normalization or of the keys of an attention.
+    Adam would divide what rounding leaves of them by its own size, and so move the weight by another order of a sum.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    gradients = [weight.grad for weight in weights if type(weight.grad) is torch.Tensor and weight.grad.numel()]
+    gradients = [gradient for gradient in gradients if gradient.dtype == torch.float64 and not gradient.is_sparse]
+    if len({gradient.device for gradient in gradients}) == 1:
+        sizes = torch.stack([gradient.square().mean().sqrt() for gradient in gradients])
+        for gradient, is_signal in zip(gradients, sizes >= ROUNDING * sizes.max(), strict=True):
+            gradient.mul_(is_signal)  # without waiting for the device
 
 
 @dataclass(frozen=True)

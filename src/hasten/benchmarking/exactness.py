@@ -51,6 +51,7 @@ from hasten.benchmarking.weight_differences import (
     decibels,
     different_weights,
     flatten,
+    most_different,
     relative_difference,
     worst_gradient,
 )
@@ -317,8 +318,8 @@ def _judge_equivalent_math(
         )
         return ExactnessCheck(passed, number, why, statistics=True)
     passed = number < MAX_DIFFERENCE
-    relation = "below" if passed else "not below"
-    why = f"in float64 the weights differ by {number:.1e} after {a.steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
+    relation = ", below" if passed else f"{most_different(a.weights, b.weights)}, not below"
+    why = f"in float64 the weights differ by {number:.1e} after {a.steps} steps{relation} {MAX_DIFFERENCE:.0e}"
     judged_early = _judge_early(a, number, *early) if early else None
     return judged_early or ExactnessCheck(passed, number, why)
 

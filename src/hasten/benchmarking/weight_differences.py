@@ -24,6 +24,14 @@ def relative_difference(a: Tensors, b: Tensors) -> float:
     return (one - other).norm().item() / (one.norm().item() or 1.0) if one.shape == other.shape else math.inf
 
 
+def most_different(a: Tensors, b: Tensors) -> str:
+    """``, most in 0.bias``: where the weights lie farthest apart; empty if that is unknown."""
+    names = [name for name in a if a[name].is_floating_point() and name in b and a[name].shape == b[name].shape]
+    pairs = {name: (a[name], b[name]) for name in names}
+    distances = {name: (one.double() - other.double()).norm().item() for name, (one, other) in pairs.items()}
+    return f", most in {max(distances, key=lambda name: distances[name])}" if distances else ""
+
+
 def different_weights(a: Tensors, b: Tensors) -> list[str]:
     """The names of the weights that are not the same to the bit, or that only one of the two sets has."""
     return [name for name in {**a, **b} if name not in a or name not in b or not bitwise_equal(a[name], b[name])]

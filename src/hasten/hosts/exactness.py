@@ -33,7 +33,12 @@ from hasten.benchmarking.equivalence_runs import STEPS, RunConditions
 from hasten.benchmarking.exactness import AMPLIFIED_FACTOR, MAX_DIFFERENCE, MIN_GRADIENT_DB
 from hasten.benchmarking.fork_server import DeadlineError
 from hasten.benchmarking.repeatability import ALERT
-from hasten.benchmarking.weight_differences import different_weights, relative_difference, worst_gradient
+from hasten.benchmarking.weight_differences import (
+    different_weights,
+    most_different,
+    relative_difference,
+    worst_gradient,
+)
 from hasten.core.card import Card, Exactness, WrapOrder
 from hasten.core.errors import ConfigurationError, MemoryExhaustedError, RunError
 from hasten.core.method import Method
@@ -350,9 +355,11 @@ def _judge_equivalent(runs: _Runs, base: dict[str, Any], candidate: dict[str, An
 
 def _judge_in_double(base: ScriptRun, candidate: ScriptRun) -> dict[str, Any]:
     number = _difference(base.weights, candidate.weights)
-    relation, steps = "below" if number < MAX_DIFFERENCE else "not below", candidate.steps
-    why = f"in float64 the weights differ by {number:.1e} after {steps} steps, {relation} {MAX_DIFFERENCE:.0e}"
-    return _result(number < MAX_DIFFERENCE, number, why)
+    why = f"in float64 the weights differ by {number:.1e} after {candidate.steps} steps"
+    if number < MAX_DIFFERENCE:
+        return _result(True, number, f"{why}, below {MAX_DIFFERENCE:.0e}")
+    where = most_different(base.weights, candidate.weights)
+    return _result(False, number, f"{why}{where}, not below {MAX_DIFFERENCE:.0e}")
 
 
 def _judge_early(runs: _Runs, base: dict[str, Any], candidate: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
