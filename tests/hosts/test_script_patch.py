@@ -175,7 +175,7 @@ def test_eject_without_a_recipe_takes_that_of_the_search(tmp_path, monkeypatch, 
     ref = written(tmp_path)
     command = ["eject", "--", *ref.argv]
     assert main(command) == 2
-    assert "there is no runs/tune-train/recipe.toml; tune the command first" in capsys.readouterr().err
+    assert "there is no recipe of this command in runs; tune it first" in capsys.readouterr().err
     (tmp_path / "runs" / "tune-train").mkdir(parents=True)
     (tmp_path / "runs" / "tune-train" / "recipe.toml").write_text("[methods.fused_optimizer]\n")
     (tmp_path / "sites.json").rename(tmp_path / "runs" / "tune-train" / "sites.json")

@@ -57,7 +57,8 @@ def _run_script(options: Namespace) -> CommandResult:
     if not recipe and options.recipe:
         raise ConfigurationError(f"the recipe {options.recipe} has no method, so there is nothing to change")
     if not recipe:
-        raise ConfigurationError(f"there is no {found}; tune the command first, or add --recipe FILE or --with METHOD")
+        what = f"there is no recipe of this command in {found.parent.parent}"
+        raise ConfigurationError(f"{what}; tune it first, or add --recipe FILE or --with METHOD")
     patch = patch_script(options.task, recipe, options.recipe, options.device)
     left = _not_in_patch(patch)
     if "\n+++ " not in patch:  # nothing that patch -p1 could apply

@@ -114,7 +114,7 @@ def watch_script(
             if watched >= limit or not may_end:
                 break
             spent = time.monotonic() - started
-            on_progress(f"watching {script.name} train", spent / left, left - spent)
+            on_progress(f"watching the training of {script.name}", spent / left, left - spent)
             answer = next(chunks)
             blocks.append(answer)
             if not has_come and time.monotonic() > look:
