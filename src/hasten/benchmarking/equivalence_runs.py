@@ -43,7 +43,7 @@ from hasten.utils.rng import preserve_rng_state
 GRADIENT_BATCHES = 3
 STEPS = 30  # of each arm at most
 MIN_STEPS = 3  # after one step of Adam every rescaling of the gradients is invisible
-ROUNDING = 1e-12  # of the largest gradient; what rounding leaves in float64 is 1e-16 to 1e-13
+ROUNDING = 1e-9  # of the largest gradient; what rounding leaves in float64 is 1e-16 to 1e-12 of it
 EVALUATION_INTERVAL = "samples between evaluations"  # key of EquivalenceRun.plan
 
 ValidationDigest: TypeAlias = list[tuple[int, str]]  # (rows, SHA-256) of each field of the validation data
