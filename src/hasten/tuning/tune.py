@@ -13,7 +13,8 @@ import re
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import count
+from itertools import count, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -264,15 +265,11 @@ def search_directory(task: TaskLike, out: str | Path | None = None, continues: b
     if not ref.command:
         return numbered(1)
     asked = [ref.command, getattr(ref, "metric", None), list(getattr(ref, "vary", ()))]
-    others = list[Path]()  # searches of the same command that were asked for something else
-    for path in map(numbered, count(1)):
-        found = _asked_of(path)
-        if found == asked or (found is None and not (continues and others)):
-            return path
-        if found is None:
-            return others[0]
-        others += [path] * (found[0] == ref.command)
-    raise AssertionError
+    numbers = ((path, _asked_of(path)) for path in map(numbered, count(1)))
+    taken = [(path, found) for path, found in takewhile(itemgetter(1), numbers) if found]
+    same = [path for path, found in taken if found == asked]
+    of_command = [path for path, found in taken if continues and found[0] == ref.command]
+    return [*same, *of_command, numbered(len(taken) + 1)][0]
 
 
 def _name_of(ref: TaskRef) -> str:
@@ -283,8 +280,9 @@ def latest_search(task: TaskLike) -> Path:
     """The directory of the latest search of a command, whatever ``--metric`` and ``--vary`` it had."""
     ref = TaskRef.of(task)
     first = search_directory(ref, continues=True)
-    own = [path for path in first.parent.glob(f"{_name_of(ref)}*") if (_asked_of(path) or [""])[0] == ref.command]
-    return max(own, key=lambda path: (path / "search.json").stat().st_mtime, default=first)
+    files = first.parent.glob(f"{_name_of(ref)}*/search.json")
+    own = [file for file in files if (_asked_of(file.parent) or [""])[0] == ref.command]
+    return max(own, key=lambda file: file.stat().st_mtime).parent if own else first
 
 
 def _has_ended(directory: Path) -> bool:
